@@ -203,7 +203,8 @@ class Training:
         for held in held_pieces(self.wrapped):
             if held.name in rows:
                 part = held.cut(*share_of(held.chunk)).values.read()
-                rows[held.name] = [float(sum_of_squares(part)), part.numel()]
+                squares, numel = rows[held.name]  # of other tiles
+                rows[held.name] = [squares + float(sum_of_squares(part)), numel + part.numel()]
         table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
         dist.all_reduce(table, group=self.wrapped.groups.control)
         return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))

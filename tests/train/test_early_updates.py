@@ -4,15 +4,18 @@ import math
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.train.config import WatchConfig
 from elixir_moe.train.supervisor import Observation, Supervisor, Verdict
+from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, settings_of
 
@@ -68,6 +71,21 @@ def test_a_nan_in_a_step_whose_updates_had_begun_leads_back_to_the_same_run(rank
 def test_scales_are_those_before_the_update(ranks: Ranks, tmp_path: Path) -> None:
     (_, early, _), *_ = ranks(1).run(with_early_steps, tmp_path, {}, memory_tries=0, scales_every=3)
     assert early == [3, 5, 6, 8, 9], "steps 4, 7 and 10 look at the weights first"
+
+
+def scales_of_tiles() -> None:
+    em.init_mesh(device_type="cpu")
+    model: Any = em.tile(torch.nn.Sequential(torch.nn.Linear(16, 64)), at_most=1024)
+    assert len(list(model.parameters())) > 2
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
+    scales: Any = Training.scales(SimpleNamespace(wrapped=model._elixir))  # type: ignore[arg-type]
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    assert scales == {name: pytest.approx(value.square().mean().sqrt().item()) for name, value in state.items()}
+
+
+def test_the_scale_of_a_parameter_is_that_of_all_its_tiles(ranks: Ranks) -> None:
+    ranks(2).run(scales_of_tiles)
 
 
 @pytest.mark.fault(13, 14)
