@@ -55,7 +55,10 @@ class WithoutLogits:
     def __call__(self) -> Iterator[None]:
         """While open, each forward of the model computes its loss without logits."""
         head = self._causal.get_output_embeddings()
-        hooks = head.register_forward_pre_hook(self._shorten), head.register_forward_hook(self._note)
+        hooks = (
+            head.register_forward_pre_hook(self._shorten),
+            head.register_forward_hook(self._note, prepend=True),  # before hooks that change the logits
+        )
         own = vars(self._causal).get("_loss_function")
         self._causal.loss_function = self._loss
         try:

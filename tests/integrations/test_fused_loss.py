@@ -85,11 +85,18 @@ def with_adapters() -> nn.Module:
     return get_peft_model(CAUSAL["llama"].build(), LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
 
 
+def scaled_by_a_hook() -> nn.Module:
+    model: Any = CAUSAL["llama"].build()
+    model.lm_head.register_forward_hook(lambda module, given, output: output * 2)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no causal model": (FAMILIES["bert"].build, "BertForMaskedLM: expected a causal language model"),
     "a sequence to a sequence": (FAMILIES["t5"].build, "T5ForConditionalGeneration: expected"),
     "a head with adapters": (with_adapters, "of a head Linear: expected a Linear or an Embedding"),
     "logits that are changed": (scaled_elsewhere, "changes its logits in a way that its config does not say"),
+    "logits that a hook changes": (scaled_by_a_hook, "changes its logits in a way that its config does not say"),
 }
 
 
