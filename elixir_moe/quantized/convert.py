@@ -33,8 +33,9 @@ from elixir_moe.quantized.packed import (
 
 M = TypeVar("M", bound=nn.Module)
 
-_CASTS_TO = ("*.DenseReluDense.wo", "*.mlp.wo", "*.expert_*.wo")
-"""T5 and its kin cast what they give these layers to the dtype of their weight."""
+_CASTS_TO = ("*.DenseReluDense.wo", "*.mlp.wo", "*.expert_*.wo", "*.indexer.weights_proj")
+"""T5 and its kin, and the indexers of sparse attention, cast what they give these layers to the dtype of their weight.
+"""
 _NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj", *_CASTS_TO)
 """Modules that stay as they are unless `targets` names them: they are small, or decide much. Mamba's mixers read the
 weight of `dt_proj` themselves, where bytes would be numbers."""

@@ -238,3 +238,19 @@ def test_autocast_leaves_fp64_alone() -> None:
         found, wanted = model.blocks[0].up(x), em.dequantize(model).blocks[0].up(x)
     assert found.dtype is torch.float64
     torch.testing.assert_close(found, wanted)
+
+
+def test_an_indexer_is_quantized_without_what_it_casts_to() -> None:
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_group=2,
+        num_experts_per_tok=2, topk_group=2, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, n_shared_experts=1, index_head_dim=16, index_n_heads=2, index_topk=4,
+    )  # fmt: skip
+    model: Any = em.quantize(DeepseekV32ForCausalLM(config).requires_grad_(False).eval(), "int8")
+    tokens, whole = torch.arange(8).view(1, 8), em.dequantize(copy.deepcopy(model))
+    assert isinstance(model.model.layers[0].self_attn.indexer.wk, QuantizedLinear)
+    torch.testing.assert_close(*(m(input_ids=tokens, labels=tokens).loss for m in (model, whole)))
