@@ -32,7 +32,7 @@ class Routers:
             model: a model of `transformers`, or one that contains such a model (peft).
             fp32: keep the routers' weights in fp32 and compute them in fp32, whatever `compute_dtype` is.
             balance: after each step, add this to the selection bias of experts that got fewer tokens than the mean, and
-                take it from those that got more (DeepSeek-V3, 2.1.2: gamma, 0.001 there).
+                take it from those that got more (DeepSeek-V3, 2.1.2: gamma, 0.001 there). The bias becomes fp32.
 
         Raises:
             ConfigError: there is no router, or `balance` is given for routers without a selection bias.
@@ -53,6 +53,8 @@ class Routers:
             module.register_forward_hook(self._counting(name))
             if fp32:
                 self._keep_fp32(module)
+            if balance:
+                _widen_bias(module)
 
     def _counting(self, name: str) -> Any:
         def count(module: nn.Module, args: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -110,6 +112,14 @@ class Routers:
         """{router: tokens sent to each expert since the last call}, over all ranks and all steps in between."""
         found, self._since = self._since, {}
         return {name: counts.cpu() for name, counts in found.items()}
+
+
+def _widen_bias(router: Any) -> None:
+    """Makes a selection bias fp32: in 16 bits, a step of 0.001 from 0.5 on is none."""
+    bias = getattr(router, _BIAS)
+    bias.data = bias.data.float()
+    if isinstance(bias, nn.Parameter) and pattern_of(bias) is None:
+        attach(bias, Pattern(init_mesh(), replicate=("dp",), dtype=torch.float32))
 
 
 def _has_bias(router: Any) -> bool:

@@ -81,6 +81,45 @@ def test_loads_and_biases_do_not_depend_on_ranks_and_micro_batches(
         assert all(torch.equal(theirs[name], bias) for name, bias in biases.items())
 
 
+def laguna() -> Any:
+    from transformers import LagunaConfig, LagunaForCausalLM
+
+    config = LagunaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    return LagunaForCausalLM(config)
+
+
+def moved_far(build: Callable[[], Any]) -> bool:
+    """Biases of a model in bf16 after steps that are none in bf16."""
+    em.init_mesh(device_type="cpu")
+    model = build().bfloat16()
+    routers = Routers(model, balance=1e-3)
+    biases = {name: module.e_score_correction_bias for name, module in routers.modules.items()}
+    with torch.no_grad():
+        for bias in biases.values():
+            bias.fill_(1.0)
+    model, optimizer = em.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=1e-2), plan=em.Plan.zero3(), compute_dtype=torch.bfloat16
+    )
+    rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(STEPS):
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        routers.step()
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    moved = {name: (state[f"{name}.e_score_correction_bias"].float() - 1).abs().max() for name in biases}
+    return all(1e-3 - 1e-6 < by < STEPS * 1e-3 + 1e-6 for by in moved.values()) and bool(moved)
+
+
+@pytest.mark.parametrize("build", [deepseek, laguna])
+def test_a_bias_of_a_model_in_bf16_moves(build: Callable[[], Any], ranks: Ranks) -> None:
+    assert ranks(2).run(moved_far, build) == [True, True]
+
+
 def widened() -> list[bool]:
     em.init_mesh(device_type="cpu")
     model, seen = mixture(), []
