@@ -4,7 +4,7 @@ Owns the directory of checkpoints and the save in progress. `loop` decides when 
 collective unless stated otherwise.
 """
 
-import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,7 +137,7 @@ class CheckpointManager:
             if path.name != own and own.isdecimal() and int(own) > step:
                 self._apart.mkdir(exist_ok=True)
                 target = self._free_name(self._apart, int(own))
-                os.rename(path, target)
+                shutil.move(path, target)  # `checkpoints` may be a link to another file system
                 damaged = "" if path in whole else ", which is damaged,"
                 self._event("moved apart", f"{path.name}{damaged} is now {target}")
 

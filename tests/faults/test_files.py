@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,11 +78,19 @@ def test_a_half_with_a_folder_in_it_is_collected_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(8, 35)
-@pytest.mark.parametrize("begun", [True, False])
-def test_what_is_left_of_removed_checkpoints_is_in_nobodys_way(begun: bool, ranks: Ranks, tmp_path: Path) -> None:
-    """Somebody has removed the files of a checkpoint one by one, and not all; and has spoilt a line of the metrics."""
+@pytest.mark.parametrize(("begun", "linked"), [(True, False), (False, False), (False, True)])
+def test_what_is_left_of_removed_checkpoints_is_in_nobodys_way(
+    begun: bool, linked: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Somebody has removed the files of a checkpoint one by one, and not all; and has spoilt a line of the metrics.
+
+    Checkpoints may be on another file system.
+    """
     config = settings_of(tmp_path / "out", **ONE)
     whole = ranks(1).run(run, settings_of(tmp_path / "whole", **ONE))[0]
+    if linked:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "checkpoints").symlink_to(tempfile.mkdtemp(dir="/dev/shm"))
     if begun:
         ranks(1).run(run, config, {3: "SIGTERM"})
     left = tmp_path / "out" / "checkpoints" / "step-00000006"
@@ -94,3 +103,5 @@ def test_what_is_left_of_removed_checkpoints_is_in_nobodys_way(begun: bool, rank
     assert found["ended"] == "" and found["metrics"] == whole["metrics"]
     assert found["apart"] == ["step-00000006"] and found["events"][-2 if begun else -1][0] == "moved apart"
     assert_same(last_state(tmp_path / "out"), last_state(tmp_path / "whole"), "the last step")
+    if linked:
+        shutil.rmtree((tmp_path / "out" / "checkpoints").resolve())
