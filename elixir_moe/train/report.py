@@ -20,6 +20,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe.chunks.plan import seconds_text, size_text
+from elixir_moe.train.directory import TENSORBOARD
 from elixir_moe.train.history import finite, losses_of, records_of
 from elixir_moe.train.writers import Writer, values_of
 
@@ -137,8 +138,9 @@ class Report:
     ) -> None:
         self._progress.stop()
         self._close_metrics()
-        for writer in self._writers:
-            writer.close()
+        with self._goes_on_without(TENSORBOARD):
+            for writer in self._writers:
+                writer.close()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -174,8 +176,9 @@ class Report:
         with self._goes_on_without("metrics.jsonl"):
             self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
             self._metrics.flush()
-        for writer in self._writers:
-            writer.write(record.step, values_of(plain, prediction))
+        with self._goes_on_without(TENSORBOARD):
+            for writer in self._writers:
+                writer.write(record.step, values_of(plain, prediction))
         self._train_losses.append((record.step, record.loss))
         if record.val_loss is not None:
             self._val_losses.append((record.step, record.val_loss))
