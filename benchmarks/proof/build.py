@@ -38,7 +38,7 @@ print(json.dumps({
     "cores": len(os.sched_getaffinity(0)),
     "torch": torch.__version__,
     "kernel": cpu_features(),
-    "lacks": [name for name in ("deepspeed", "transformers") if importlib.util.find_spec(name) is None],
+    "lacks": [n for n in ("blake3", "deepspeed", "transformers") if importlib.util.find_spec(n) is None],
 }))
 """
 

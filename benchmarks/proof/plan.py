@@ -48,7 +48,9 @@ def steps(out: Path, machine: dict[str, Any], environment: dict[str, str]) -> li
     found = [
         Step(name="rates", command=(_PYTHON, "-m", "benchmarks.proof.rates"), seconds=60),
         Step(name="decoding", command=(_PYTHON, "-m", "benchmarks.proof.decoding"), seconds=60),
-        Step(name="tests", command=(*pytest, *_TESTS, *_OTHER_TESTS * on_gpu), seconds=180),
+        Step(name="tests", command=(*pytest, "tests/gpu/test_decoders.py", *_OTHER_TESTS * on_gpu), seconds=120),
+        Step(name="parity, dense", command=(*pytest, "tests/gpu/test_parity.py", "-k", "dense"), seconds=120),
+        Step(name="parity, mixtures", command=(*pytest, "tests/gpu/test_parity.py", "-k", "not dense"), seconds=120),
         Step(name="ranks", command=(*pytest, "tests/gpu/test_ranks.py"), seconds=150),
         Step(
             name="sanitizer",
@@ -76,7 +78,6 @@ def _lacking(step: Step, lacks: list[str]) -> str | None:
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--import-mode=append")
 """Appended, for the library comes from PYTHONPATH, wherever the tests are."""
-_TESTS = ("tests/gpu/test_decoders.py", "tests/gpu/test_parity.py")
 _OTHER_TESTS = ("tests/optim/test_adam.py", "tests/moe/test_moe.py")
 
 

@@ -38,7 +38,7 @@ def run_on(ranks: Callable[[int], RankPool]) -> Iterator[Callable[[str, int], Ru
         pool = pools.get(world)
         if pool is None or not pool.alive:
             backend = "cpu:gloo,cuda:nccl" if world <= torch.cuda.device_count() else "gloo"
-            pool = pools[world] = RankPool(world, backend=backend)
+            pool = pools[world] = RankPool(world, backend=backend, spawned=True)
         return pool.run
 
     yield get

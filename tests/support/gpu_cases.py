@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,9 @@ def main() -> int:
     for plan, dtype in (("zero3", bf16), ("offload", fp32), ("offload, some on the device", bf16), (DISK, bf16)):
         wrapped(config_of("mixture", dtype, "non_reentrant"), PLANS[plan](), dtype, 2, device)
         print(f"{plan}, {dtype}: {STEPS} steps", flush=True)
+    if find_spec("blake3") is None:
+        print("no save: checkpoints need blake3", flush=True)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         saves_and_loads("offload", "zero3", device, str(Path(folder) / "saved"))
     return 0

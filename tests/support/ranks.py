@@ -85,9 +85,9 @@ def _let_go_of_groups() -> None:
 class RankPool:
     """`world` processes in one process group."""
 
-    def __init__(self, world: int, *, backend: str = "gloo", timeout_seconds: int = 60) -> None:
+    def __init__(self, world: int, *, backend: str = "gloo", timeout_seconds: int = 60, spawned: bool = False) -> None:
         self.world = world
-        context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+        context: Any = multiprocessing.get_context("spawn" if spawned else "forkserver")
         prepare_server()
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._directory.name, "rendezvous")
