@@ -122,11 +122,10 @@ class Saving:
 
     def poll(self) -> bool:
         """Whether the checkpoint is complete, the same on all ranks. Raises CheckpointError on failure. Collective."""
-        if self._future is None:
-            return self.result() == self.path
-        done = raise_on_all_ranks("asked whether a save has ended", self.done, self._wrapped.groups.control)
-        if not all(done):
-            return False
+        if self._future is not None:
+            done = raise_on_all_ranks("asked whether a save has ended", self.done, self._wrapped.groups.control)
+            if not all(done):
+                return False
         self.result()
         return True
 
