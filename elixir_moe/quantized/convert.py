@@ -61,10 +61,10 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
 
     Call it before `wrap`, and after peft has added its adapters, of which some begin with what they compute from the
     weight; LoRA may be added later too. Layers of class `nn.Linear` and Hugging Face's fused experts can be quantized.
-    Each product decodes the weight that it multiplies, in the dtype of its input, and
-    its backward decodes it again. Gradients flow through it. From then on the weight is two frozen parameters of dtype
-    uint8: the codes under the weight's own name, and the scales under that name with ``_scales``. On a model of
-    `sharded_init` or on meta, the bytes are made when `wrap` makes the weights.
+    Each product decodes the weight that it multiplies, in the dtype of its input, and its backward decodes it again.
+    Gradients flow through it. From then on the weight is two frozen parameters of dtype uint8: the codes under the
+    weight's own name, and the scales under that name with ``_scales``. On a model of `sharded_init` or on meta, the
+    bytes are made when `wrap` makes the weights.
 
     ::
 
