@@ -177,15 +177,9 @@ def leftovers(directory: Path) -> Iterator[Path]:
     for mark in sorted(directory.rglob("config.yaml")):
         halves = [mark.with_name(f"{name}.part") for name in FILES]
         found = [half for half in halves if half.is_file() and not half.is_symlink()]
-        try:
-            claim = Claim(mark.parent, None) if found else None
-        except ConfigError:
-            continue
-        for half in found:
+        for half in found if not is_claimed(mark.parent) else ():
             half.unlink()
             yield half
-        if claim is not None:
-            claim.release()
 
 
 def _chosen(config: TrainConfig, data: Data) -> Path | None:

@@ -104,7 +104,7 @@ def test_clean_takes_what_the_dead_have_left_and_nothing_else(
     said = capsys.readouterr().out
     assert str(half) in said and "dead/summary.json.part" in said and "alive" not in said
     names: Callable[[Path], list[str]] = lambda path: sorted(entry.name for entry in path.iterdir())  # noqa: E731
-    assert names(alive) == ["config.yaml", "metrics.jsonl", "notes.part", "summary.json.part"]
+    assert names(alive) == [".lock", "config.yaml", "metrics.jsonl", "notes.part", "summary.json.part"]
     assert names(dead) == ["checkpoints", "config.yaml", "metrics.jsonl", "notes.part"] and not names(half.parent)
     claim.release()
     assert main(["clean", str(tmp_path / "nowhere")]) == 2
