@@ -245,8 +245,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     )
     *columns, on_host, on_device = zip(*gathered((*mine, v_c / narrow_v_c, v_g / narrow_v_g)), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
-    groups = {ranks: _wire_of(ranks, device) for ranks in sorted({neighbors, tuple(range(len(hosts)))})}
-    within, across = groups[neighbors], groups[tuple(range(len(hosts)))]
+    within = _wire_of(neighbors, device)  # of all hosts at once
+    across = within if nodes == 1 else _wire_of(tuple(range(len(hosts))), device)
     if (memory_bytes := host_bytes_left()) == sys.maxsize:  # nobody tells what is left
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda:  # a CPU is device and host: half of the memory counts as each

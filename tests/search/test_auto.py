@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -407,6 +408,26 @@ def test_a_machine_is_measured_once_and_learns_from_real_steps(ranks: Ranks, tmp
     if off > prediction.TOLERANCE and second["plan"] == first["plan"] and slower:
         assert second["predicted_step_seconds"] == pytest.approx(first["measured_step_seconds"], rel=1e-3)
     assert kept["machine"]["ranks"] == 2 and len(kept["hardware"]["wires"]) == 1
+
+
+def measured_on_hosts(hosts: list[str]) -> Hardware:
+    """(rank) What is measured where each rank is on the host of that name; rates of one rank are not looked at."""
+    rates = dict.fromkeys(("_host_adam_rates", "_copy_rates", "_temporary_rates"), (1.0, 1.0))
+    rates |= dict.fromkeys(("_product_rate", "_memory_rate", "_unit_seconds"), 1.0)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    with ExitStack() as stack:
+        for name, rate in rates.items():
+            stack.enter_context(mock.patch.object(measure, name, lambda *_, rate=rate: rate))
+        stack.enter_context(mock.patch("socket.gethostname", lambda: hosts[dist.get_rank()]))
+        return measure._measured(describe(device, torch.float32), device)
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b", "b"], ["b", "a", "b", "a"]], ids="".join)
+def test_several_hosts_are_measured(hosts: list[str], ranks: Ranks) -> None:
+    each, *others = ranks(len(hosts)).run(measured_on_hosts, hosts)
+    assert all(other == each for other in others)
+    assert each.gpus_per_node == len(hosts) // 2 and each.node_bandwidth is not None
+    assert (len(hosts) // 2 in each.by_gpus) and (each.by_gpus[each.gpus_per_node].b_g2g is None) == (len(hosts) == 2)
 
 
 def steps_of_a_clock() -> tuple[int, float | None]:
