@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.step_order import StepEvent
-from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import gathered, made_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
@@ -118,8 +118,8 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
 def device_room(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
-    peers = ranks_of(model, replicated_everywhere())
-    return _room(peers, wanted, device, gathered(_left(wanted, device, 0))).device_bytes
+    peers, left = ranks_of(model, replicated_everywhere()), gathered(_left(wanted, device, 0))
+    return made_on_all_ranks("looked at the device's memory", lambda: _room(peers, wanted, device, left)).device_bytes
 
 
 def groups_of(model: nn.Module) -> set[tuple[int, ...]]:

@@ -118,15 +118,9 @@ def decide(
         _LOG.debug("the search chose a plan: %s", plan.explanation)
     described = made_on_all_ranks("described the model", partial(describe, model, parts, events, compute_dtype, plan))
     agree_on(plan, described)
-    plan = settled(
-        plan,
-        described.params,
-        described.step_order,
-        moments=moments,
-        free_host_bytes=host_bytes_of_a_rank(described.ranks),
-        beside=beside,
-    )
-    layout, schedule = described.layout(plan)
+    free_host_bytes = host_bytes_of_a_rank(described.ranks)
+    settle = partial(_settle, plan, described, moments=moments, free_host_bytes=free_host_bytes, beside=beside)
+    plan, layout, schedule = made_on_all_ranks("settled the plan", settle)
     homes = Counter(plan.home(layout, chunk).value for chunk in layout.chunks)
     _LOG.debug("the plan: %s", plan.to_json())
     _LOG.debug("home tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in homes.items()))
@@ -141,6 +135,12 @@ def decide(
         communicators=communicators,
         prediction=prediction,
     )
+
+
+def _settle(plan: Plan, described: ModelSpec, **given: Any) -> tuple[Plan, Layout, Schedule]:
+    """The plan with all numbers, and the chunks and the step under it. Raises as `settled` and `ModelSpec.layout`."""
+    plan = settled(plan, described.params, described.step_order, **given)
+    return plan, *described.layout(plan)
 
 
 def close_all(those: Iterable[DiskFile | Communicator]) -> None:
