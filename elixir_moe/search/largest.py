@@ -45,13 +45,13 @@ class Sizes:
     def spare_bytes(self, strategy: str, size: int) -> int:
         """Bytes left in the tightest tier; negative if it does not fit.
 
-        What a strategy needs depends on parameters and their order of use only, and not on a batch. Of bytes that were
-        found to fit there may be fewer.
+        What a strategy needs depends on parameters and their order of use only, and not on a batch. Those that were
+        found hold for memory in which they fit, or do not, as in that in which they were found.
         """
         task = self.at(size)
         key = strategy, (task.profile.params, task.profile.parts, task.profile.events), task.profile.kept
         device, host, allowed = self._needs.get(key, (0, 0, -1))
-        if allowed < 0 or task.allowed_bytes < device <= allowed:
+        if allowed < 0 or (device <= allowed) != (device <= task.allowed_bytes):
             device, host = strategies.needs(task, strategy)
             self._needs[key] = device, host, task.allowed_bytes
         return -max(task.missing_bytes(device, host).values())

@@ -3,8 +3,10 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +29,9 @@ MOST = 32
 DISK = {"disk_read": 2.0, "disk_write": 1.0}
 
 
-def small(layers: int, *, gpus: int = 2, batch: int = 1) -> Task:
+def small(layers: int, *, gpus: int = 2, batch: int = 1, checkpoint: Any = "non_reentrant") -> Task:
     """A model of a few layers on a machine so small that each strategy ends at a depth of its own."""
-    config = GPTConfig(vocab_size=64, seq_len=16, n_layers=layers, d_model=32, n_heads=2, checkpoint="non_reentrant")
+    config = GPTConfig(vocab_size=64, seq_len=16, n_layers=layers, d_model=32, n_heads=2, checkpoint=checkpoint)
     given = of_config("small", config, batch=batch, seq=16)
     return Task(
         profile=trace(given.model, lm_loss, given.sample, world=gpus, compute_dtype=torch.bfloat16),
@@ -91,14 +93,16 @@ def test_the_deepest_model_is_the_one_that_trying_all_depths_finds() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_the_one_that_trying_all_finds() -> None:
-    sizes = Sizes(lambda batch: small(4, batch=batch))
+@pytest.mark.parametrize("checkpoint", ["non_reentrant", "none"])
+def test_the_largest_batch_is_the_one_that_trying_all_finds(checkpoint: str) -> None:
+    at = partial(small, 4, checkpoint=checkpoint)
+    sizes = Sizes(lambda batch: at(batch=batch))
     for row in largest_each(sizes, 3, 40, disk=False):
         if row.strategy == strategies.OURS_DISK:
             assert row.size is None, "there is no disk"
             continue
-        assert row.size is not None and not fits(small(4, batch=row.size + 1), row.strategy)
-        assert not row.size or fits(small(4, batch=row.size), row.strategy)
+        assert row.size is not None and not fits(at(batch=row.size + 1), row.strategy)
+        assert not row.size or fits(at(batch=row.size), row.strategy)
 
 
 @pytest.mark.parametrize("seed", range(20))
