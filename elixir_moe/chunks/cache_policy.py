@@ -438,10 +438,13 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
             held[chunk] = holds - 1
 
 
-def simulate(schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD) -> tuple[CacheCounts, list[Load]]:
-    """Plays one step of a schedule on a cache of `blocks` blocks; returns the counts and every decision in order.
+def simulate(
+    schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD, backwards: int = 1
+) -> tuple[CacheCounts, list[Load]]:
+    """Plays one step of so many backwards on a cache of `blocks` blocks; returns the counts and all decisions in order.
 
-    The cache is empty at first, except for the kept chunks that earlier steps leave in it.
+    The cache is empty at first, except for the kept chunks that earlier steps leave in it. A backward leaves its
+    weights to the next forward, until the update.
     """
     state = CacheState(blocks, schedule, prefetch=prefetch)
     for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):
@@ -449,7 +452,11 @@ def simulate(schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD) -> t
         state.drop(chunk for chunk in state.chunks if chunk not in schedule.kept)
         state.rewind()
     state.counts = CacheCounts()
-    return state.counts, _play(schedule, state)
+    decisions = _play(schedule, state)
+    for _ in range(backwards - 1):
+        state.rewind()
+        decisions += _play(schedule, state)
+    return state.counts, decisions
 
 
 def _play(schedule: Schedule, state: CacheState) -> list[Load]:

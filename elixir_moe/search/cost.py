@@ -60,7 +60,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes moved and elements updated in a step on one rank."""
+    """Bytes moved and elements updated in a step on one rank, in all of its backwards."""
 
     fetched_bytes: int
     """Shards of chunks in host memory or on disk, copied to the device."""
@@ -69,7 +69,7 @@ class Traffic:
     offloaded_bytes: int
     """Gradient shards copied to the host."""
     summed_bytes: int
-    """fp32 sums of gradients that are written to disk, and by the second backward of a step on read before."""
+    """fp32 sums of gradients that each backward writes to disk, and reads before from the second on."""
     kept_bytes: int
     """Inputs of checkpointed regions copied to the host, and back."""
     device_numel: int
@@ -89,7 +89,7 @@ class Traffic:
     gathered_numel: int
     """Elements of all chunks."""
     units: int = 0
-    """Modules whose chunks are gathered together."""
+    """Modules whose chunks are gathered together, in a backward."""
 
 
 def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
@@ -111,6 +111,7 @@ def traffic(
     over_gloo: bool = False,
     kept_bytes: int = 0,
     units: int = 0,
+    accumulation: int = 1,
 ) -> Traffic:
     """The traffic of one step.
 
@@ -122,9 +123,10 @@ def traffic(
         over_gloo: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
         units: the number of units.
+        accumulation: the backwards of a step, each of which reduces all gradients.
     """
     own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
-    gathers = Counter([*loads, *own])  # frozen chunks with memory of their own stay gathered
+    gathers = Counter([*loads, *own])  # those with memory of their own once, and none of the frozen ones
     bounds = plan.bounds(layout)
     at: dict[Tier, list[ChunkSpec]] = {tier: [] for tier in Tier}
     for chunk in layout.chunks:
@@ -147,7 +149,8 @@ def traffic(
         count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
     for chunk in layout.chunks:
         if chunk.key.trainable:  # an all-reduce moves twice
-            count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), 1 if chunk.shards > 1 else 2)
+            times = accumulation * (1 if chunk.shards > 1 else 2)
+            count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
         return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)
@@ -162,9 +165,9 @@ def traffic(
     return Traffic(
         fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
         read_bytes=fetched(read),
-        offloaded_bytes=sum(values_bytes(chunk) for chunk in trained[Tier.HOST] + trained[Tier.DISK]),
+        offloaded_bytes=accumulation * sum(map(values_bytes, trained[Tier.HOST] + trained[Tier.DISK])),
         summed_bytes=summed,
-        kept_bytes=kept_bytes,
+        kept_bytes=accumulation * kept_bytes,
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),
         narrow_numel=(updated(Tier.DEVICE, True), updated(Tier.HOST, True)),
@@ -180,20 +183,20 @@ def traffic(
 def seconds(
     profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
 ) -> Seconds:
-    """The time of a step of `accumulation` backwards on `gpus` GPUs."""
+    """The time of a step of `accumulation` backwards on `gpus` GPUs, of which `moved` is the traffic."""
     links, fitted = hardware.links(gpus), hardware.fitted
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
     sent = [nbytes * (len(ranks) - 1) // len(ranks) for ranks, nbytes, _ in moved.collectives]
     both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
-    collectives = accumulation * sum(hardware.gather_seconds(*group) for group in moved.collectives)
+    collectives = sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
     factors = hardware.narrow_update_on_device, hardware.narrow_update
     on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
     update = moved.disk_read_bytes, moved.disk_written_bytes
     read_again = (accumulation - 1) * moved.summed_bytes
-    beside = accumulation * moved.read_bytes + read_again, accumulation * moved.summed_bytes
+    beside = moved.read_bytes + read_again, accumulation * moved.summed_bytes
     disk, disk_beside = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, beside))
     return Seconds(
         compute=accumulation
@@ -203,8 +206,8 @@ def seconds(
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
         ),
-        fetch=max(accumulation * (moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
-        offload=accumulation * (moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
+        fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
+        offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA),

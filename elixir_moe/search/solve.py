@@ -39,6 +39,8 @@ _LENGTHS = 12
 """Number of chunk lengths tried for a large model, those with the least waste first."""
 _PARAMETERS = 4000
 """For a small model, this divided by its number of parameters: the length with the least waste is not always best."""
+_ALIKE = 3
+"""The backward of a step, counted from 1, that gathers what all later ones do."""
 _DENSE = 48
 """If there are at most this many candidate numbers of blocks, all are tried; else a grid, refined near the best."""
 
@@ -245,11 +247,18 @@ def price(
     if loads is None:
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
-        loads = gathers(schedule, plan.blocks(layout))
+        loads = gathers(schedule, plan.blocks(layout), task.accumulation)
     if units is None:
         units = units_moved(task.profile.parts, layout)
     moved = cost.traffic(
-        plan, layout, loads, task.moments, over_gloo=task.over_gloo, kept_bytes=task.kept_bytes, units=units
+        plan,
+        layout,
+        loads,
+        task.moments,
+        over_gloo=task.over_gloo,
+        kept_bytes=task.kept_bytes,
+        units=units,
+        accumulation=task.accumulation,
     )
     return Choice(
         task=task,
@@ -262,9 +271,20 @@ def price(
     )
 
 
-def gathers(schedule: Schedule, blocks: int) -> list[int]:
-    """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none."""
-    return [load.chunk for load in simulate(schedule, blocks, prefetch=0)[1] if load.chunk >= 0]
+def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
+    """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none.
+
+    Backwards behind `_ALIKE` gather what that one does.
+    """
+
+    def of(backwards: int) -> list[int]:
+        found = simulate(schedule, blocks, prefetch=0, backwards=backwards)[1]
+        return [load.chunk for load in found if load.chunk >= 0]
+
+    if backwards <= _ALIKE:
+        return of(backwards)
+    first = of(_ALIKE)
+    return first + (backwards - _ALIKE) * first[len(of(_ALIKE - 1)) :]
 
 
 def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
@@ -524,7 +544,7 @@ class _Length:
         layout = replace(plan.place(self._layout), open_gradients=gradients)
         priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=units)
         if known is None or _rank(priced(schedule.must_load)) < _rank(known):
-            self._found[blocks] = priced(gathers(schedule, plan.blocks(layout)))
+            self._found[blocks] = priced(gathers(schedule, plan.blocks(layout), self._task.accumulation))
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""

@@ -300,13 +300,14 @@ class Recorder:
 
         state._load = record  # type: ignore[method-assign]
 
-    def step(self, between: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    def step(self, between: Callable[[], Any] = lambda: None, backwards: int = 1) -> dict[str, Any]:
         """One training step; returns what was counted and decided in it."""
         self.loads.clear()
         before = em.inspect(self.model).statistics
-        loss = lm_loss(self.model, self.batch)
-        between()
-        loss.backward()
+        for _ in range(backwards):
+            loss = lm_loss(self.model, self.batch)
+            between()
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         found = (em.inspect(self.model).statistics - before).as_dict()
@@ -317,7 +318,7 @@ class Recorder:
         with torch.no_grad():
             return lm_loss(self.model, self.batch).item()
 
-    def promise(self) -> dict[str, Any]:
+    def promise(self, backwards: int = 1) -> dict[str, Any]:
         """What the simulator says of a step that starts from an empty cache."""
         plan, layout, schedule = (
             em.inspect(self.model).plan,
@@ -325,7 +326,7 @@ class Recorder:
             em.inspect(self.model).schedule,
         )
         assert schedule is not None
-        counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch)
+        counts, loads = simulate(schedule, plan.blocks(layout), prefetch=plan.prefetch, backwards=backwards)
         gathered = [layout.chunks[load.chunk] for load in loads if load.chunk >= 0]
         gathered += [chunk for chunk in layout.chunks if chunk.residence is Residence.RESIDENT]
         return {
@@ -341,11 +342,12 @@ class Recorder:
         gc.collect()
 
 
-def follow(plan: em.Plan, steps: int) -> dict[str, Any]:
+def follow(plan: em.Plan, steps: int, backwards: int = 1) -> dict[str, Any]:
     """(rank) A few steps and what was promised of them."""
     recorder = Recorder(plan)
-    found = [recorder.step() for _ in range(steps)]
-    result = {"found": found, "promise": recorder.promise(), "blocks": plan.blocks(em.inspect(recorder.model).layout)}
+    found = [recorder.step(backwards=backwards) for _ in range(steps)]
+    blocks = plan.blocks(em.inspect(recorder.model).layout)
+    result = {"found": found, "promise": recorder.promise(backwards), "blocks": blocks}
     recorder.close()
     return result
 
@@ -365,17 +367,19 @@ def test_the_runtime_decides_as_the_simulator(ranks: Ranks) -> None:
         everything = ranks(2).run(follow, plan, 2)[0]
         sizes[offloaded] = everything["promise"]["least"], everything["blocks"]
         assert sizes[offloaded][0] < sizes[offloaded][1] - 2
-    for place, offloaded, prefetch in (
-        (0.0, False, 3),
-        (0.0, True, 0),
-        (0.1, True, 1),
-        (0.5, False, 3),
-        (0.9, False, 0),
+    for place, offloaded, prefetch, backwards in (
+        (0.0, False, 3, 1),
+        (0.0, True, 0, 1),
+        (0.1, True, 1, 3),
+        (0.5, False, 3, 1),
+        (0.5, False, 0, 4),
+        (0.9, False, 0, 1),
+        (0.9, True, 3, 2),
     ):
         least, most = sizes[offloaded]
         blocks = least + math.ceil(place * (most - 1 - least))
         plan = em.Plan(scatter=True, offloaded=offloaded, rcache_blocks=blocks, chunk_numel=CHUNK, prefetch=prefetch)
-        for result in ranks(2).run(follow, plan, 3):
+        for result in ranks(2).run(follow, plan, 3, backwards):
             for found in result["found"][1:]:
                 assert_as_promised(found, result["promise"])
 
