@@ -167,7 +167,7 @@ def _disk(asked: Asked) -> Iterator[str]:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
             f'A disk makes it fit: --disk-size "{needed} GB" for each host, about {seconds_text(found.seconds.step)} a '
-            f"step at {gpus.DISK_SPEED:g} GB/s."
+            f"step at {hardware.disk_read:g} GB/s from it and {hardware.disk_write:g} GB/s to it."
         )
 
 
@@ -372,5 +372,6 @@ def _error(hardware: Hardware, ranks: int) -> str:
         value = getattr(links, name, None) or getattr(hardware, name, None)
         value = hardware.fitted.device_efficiency if name == "fitted" else value
         if value is not None:
-            shown.append(_IN_WORDS[name].format(size_text(value) if name == "cpu_bytes" else value))
+            in_words = _IN_WORDS.get(name, f"{{:g}} as {name}")
+            shown.append(in_words.format(size_text(value) if name == "cpu_bytes" else value))
     return f"Error: unknown, seconds stand on assumed constants: {', '.join(shown)}. The formulas are {there}."

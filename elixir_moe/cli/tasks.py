@@ -171,6 +171,11 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
     reserved = reserve_of(known, hardware) // min(known.gpus, hardware.gpus_per_node)
     host_bytes = hardware.host_bytes_per_rank(known.gpus) - reserved
     capacity_bytes = machine_bytes("--budget", known.budget) or hardware.gpu_bytes
+    if capacity_bytes > hardware.gpu_bytes:
+        raise ConfigError(
+            f"--budget {known.budget}: a GPU of {hardware.name} has {size_text(hardware.gpu_bytes)}; choose at most "
+            f"that, or describe another machine (--hardware)"
+        )
     if hardware.one_memory:
         capacity_bytes, host_bytes = min(capacity_bytes, host_bytes), 0
     return Task(
