@@ -94,6 +94,9 @@ def tensor_parallel_degree(tensors: Iterable[torch.Tensor]) -> int:
 def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
     """The pattern of a DTensor's placements, on the root mesh of its own mesh.
 
+    A placement with a `split_factor`, as torch's strided shard, cuts each of so many groups of rows: gate and up of a
+    fused weight. Its pattern has a view with a dim of groups.
+
     Args:
         name: the parameter's name, for messages.
         parameter: a DTensor.
@@ -102,7 +105,7 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
 
     Raises:
         LayoutError: a mesh without names or without some ranks of the world, a placement that neither shards nor
-            replicates, or a dim that its axis does not cut evenly.
+            replicates, a dim that its axes do not cut evenly, or groups of rows that are cut beside another cut.
     """
     mesh = parameter.device_mesh
     root, axes = root_mesh(mesh), mesh.mesh_dim_names
@@ -113,21 +116,34 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
             f"parameter {name!r} is on a mesh of {root.mesh.numel()} of the world's {dist.get_world_size()} ranks: cut "
             f"it along an axis of a mesh of all of them, such as em.init_mesh(tp=...)['tp'], or annotate it"
         )
-    shard = {}
+    shard: dict[str, int] = {}
+    parts = [1] * parameter.dim()
+    grouped: dict[str, Any] = {}
     for axis, placement in zip(axes, parameter.placements, strict=True):
         if placement.is_replicate():
             continue
         if placement.is_partial():
             raise LayoutError(f"parameter {name!r} has placement {placement}: a parameter is sharded or replicated")
         dim = placement.dim % parameter.dim()  # type: ignore[attr-defined]
-        if parameter.shape[dim] % mesh[axis].size():
+        groups = getattr(placement, "split_factor", 1)
+        parts[dim] *= mesh[axis].size() * groups
+        if parameter.shape[dim] % parts[dim]:
             raise LayoutError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not cut evenly by the "
-                f"{mesh[axis].size()} ranks of axis {axis!r}; choose a size that is"
+                f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not cut evenly into the "
+                f"{parts[dim]} parts of {placement} on axis {axis!r}; choose a size that is"
             )
         shard[axis] = dim
+        if groups > 1:
+            local = local_of(parameter).shape
+            grouped = {"view": (*local[:dim], groups, local[dim] // groups, *local[dim + 1 :]), "grows": dim}
+            shard[axis] = dim + 1
+    if grouped and len(shard) > 1:
+        raise LayoutError(
+            f"parameter {name!r} has placements {parameter.placements}, of which one cuts each of several groups of "
+            f"rows: no pattern has another cut beside it; shard the parameter on one axis"
+        )
     replicate = tuple(axis for axis in root.mesh_dim_names if axis not in shard)
-    pattern = Pattern(root, replicate=replicate, shard=shard)
+    pattern = Pattern(root, replicate=replicate, shard=shard, **grouped)
     if EXPERT_AXIS in shard and "tp" not in root.mesh_dim_names:
         pattern = replace(pattern, divisor=pattern.gradient_divisor // tp)
     return pattern

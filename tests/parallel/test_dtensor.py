@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import elixir_moe as em
 from elixir_moe.parallel.rules import annotate_dtensors
@@ -182,17 +183,38 @@ def test_half_precision_keeps_fine_masters(ranks: Ranks) -> None:
     ranks(2).run(half_precision)
 
 
-def refuse_uneven() -> str:
-    mesh = em.init_mesh(tp=2, device_type="cpu")
-    model = nn.Linear(3, 5)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh["tp"], [Shard(0)]))
-    try:
+def refusal(parameter: nn.Parameter) -> str:
+    """How `wrap` refuses a module with that parameter."""
+    model = nn.Module()
+    model.weight = parameter
+    with pytest.raises(em.LayoutError) as caught:
         em.wrap(model, torch.optim.SGD(model.parameters()), plan=em.Plan.zero2())
-    except em.LayoutError as error:
-        return str(error)
-    return "accepted"
+    return str(caught.value)
 
 
-def test_an_uneven_cut_is_refused(ranks: Ranks) -> None:
-    for message in ranks(2).run(refuse_uneven):
-        assert "'weight' of shape (5, 3): dim 0 is not cut evenly by the 2 ranks of axis 'tp'" in message
+def refuse() -> dict[str, str]:
+    """{what is wrong: the message}, on four ranks."""
+    both, said = em.init_mesh(tp=2, device_type="cpu"), {}
+    for what, size, placements in (
+        ("uneven", 5, [Shard(0)]),
+        ("uneven groups", 6, [_StridedShard(0, split_factor=2)]),
+        ("uneven together", 2, [Shard(0), Shard(0)]),
+        ("groups and a cut", 8, [Shard(1), _StridedShard(0, split_factor=2)]),
+    ):
+        mesh = both["tp"] if len(placements) == 1 else both
+        weight = distribute_tensor(torch.zeros(size, 4), mesh, placements, src_data_rank=None)
+        said[what] = refusal(nn.Parameter(weight))
+    return said
+
+
+def test_cuts_that_no_pattern_has_are_refused(ranks: Ranks) -> None:
+    expected = {
+        "uneven": "'weight' of shape (5, 4): dim 0 is not cut evenly into the 2 parts of S(0) on axis 'tp'",
+        "uneven groups": "'weight' of shape (6, 4): dim 0 is not cut evenly into the 4 parts of _S(0, 2) on axis 'tp'",
+        "uneven together": "'weight' of shape (2, 4): dim 0 is not cut evenly into the 4 parts of S(0) on axis 'tp'",
+        "groups and a cut": "no pattern has another cut beside it; shard the parameter on one axis",
+    }
+    for said in ranks(4).run(refuse):
+        assert set(said) == set(expected)
+        for what, text in expected.items():
+            assert text in said[what], what

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import elixir_moe as em
+from tests.support.checkpoint_cases import everything
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -61,6 +62,7 @@ def parallel(folder: Path, ep: int) -> dict[str, Any]:
         model, optimizer = em.wrap(model, adamw(model), plan=plan)
         norms = train(model, optimizer, lambda optimizer=optimizer: optimizer.clip_grad_norm_(0.5))
         results[name] = {"norms": norms, "state": em.full_state_dict(model, all_ranks=True)}
+        em.save(folder / name, model, optimizer)
         optimizer.close()
         del model, optimizer
     gc.collect()
@@ -69,7 +71,10 @@ def parallel(folder: Path, ep: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("family", "ep"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("mixtral", 2)])
 def test_parallel_by_the_loader(family: str, ep: int, ranks: Ranks, tmp_path: Path) -> None:
-    """Its tensor-parallel plan; for experts also its expert-parallel one, where ranks split a batch they share."""
+    """Its tensor-parallel plan; for experts also its expert-parallel one, where ranks split a batch they share.
+
+    A checkpoint has the same weights, to the bit, as `full_state_dict`.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
     model.save_pretrained(tmp_path)
@@ -78,7 +83,9 @@ def test_parallel_by_the_loader(family: str, ep: int, ranks: Ranks, tmp_path: Pa
     for found in ranks(2).run(parallel, tmp_path, ep):
         for case, result in found.items():
             assert result["norms"] == pytest.approx(wanted, rel=1e-5), case
+            saved = everything(tmp_path / case)
             for key, value in model.state_dict().items():
+                assert torch.equal(saved[f"{key} weight"], result["state"][key]), f"{case} {key}"
                 torch.testing.assert_close(
                     result["state"][key], value, rtol=0, atol=2e-5, msg=lambda m, c=case, k=key: f"{c} {k}: {m}"
                 )
