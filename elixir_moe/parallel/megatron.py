@@ -57,6 +57,7 @@ _UNFIT = {
     "moe_single_grouped_bias": _ONE_TENSOR,
 }
 """Settings that move gradients past autograd or parameters out of sight, with the reason."""
+_FINALIZED = "only the finalize_model_grads of Megatron's own data parallelism"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,7 @@ def annotate(model: nn.Module) -> None:
 
     Raises:
         ConfigError: model parallelism is not initialized; a setting that moves gradients past autograd, or experts
-            into one tensor of TransformerEngine's.
+            into one tensor of TransformerEngine's, or that balances experts in Megatron's own data parallelism.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
             another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages.
     """
@@ -304,10 +305,23 @@ def _refuse_settings(model: nn.Module) -> None:
                 f"module {name or type(module).__name__!r} is in Megatron's own data parallelism: pass the bare model, "
                 f"em.wrap takes its place"
             )
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
+        if not _megatron_classes(type(config)):
+            continue
+        kind = type(config).__name__
         for setting, why in _UNFIT.items():
-            if getattr(config, setting, False) and config is not None and _of_megatron(type(config)):
-                raise ConfigError(f"{type(config).__name__}.{setting} is on, but {why}: set {setting}=False")
+            if getattr(config, setting, False):
+                raise ConfigError(f"{kind}.{setting} is on, but {why}: set {setting}=False")
+        if getattr(config, "moe_router_enable_expert_bias", False) and config.moe_router_bias_update_rate:
+            raise ConfigError(
+                f"{kind}.moe_router_enable_expert_bias is on, but {_FINALIZED} updates the biases: set it to False, or "
+                f"moe_router_bias_update_rate=0 to keep the biases as they are"
+            )
+        if "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ()):
+            raise ConfigError(
+                f"{kind}.moe_router_load_balancing_type has 'global_aux_loss', but {_FINALIZED} resets its counts of "
+                f"tokens: take 'aux_loss' or 'seq_aux_loss'"
+            )
 
 
 def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:

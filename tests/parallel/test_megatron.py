@@ -327,13 +327,23 @@ def bad_inputs() -> dict[str, str]:
             layer = _column(case)
             layer.weight.shared_embedding = True
             said["shared by stages"] = _message(LayoutError, megatron.annotate, layer)
-            for what, setting in (
-                ("fusion", "gradient_accumulation_fusion"),
-                ("one tensor", "moe_single_grouped_weight"),
+            for what, setting, value in (
+                ("fusion", "gradient_accumulation_fusion", True),
+                ("one tensor", "moe_single_grouped_weight", True),
+                ("biases of experts", "moe_router_enable_expert_bias", True),
+                ("global loss", "moe_router_load_balancing_type", "global_aux_loss"),
+                ("global loss among others", "moe_router_load_balancing_type", ["seq_aux_loss", "global_aux_loss"]),
             ):
                 layer = _column(case)
-                setattr(layer.config, setting, True)
+                setattr(layer.config, setting, value)
                 said[what] = _message(ConfigError, megatron.annotate, layer)
+            layer = _column(case)
+            layer.config.moe_router_enable_expert_bias, layer.config.moe_router_bias_update_rate = True, 0.0
+            megatron.annotate(layer)
+            layer = _column(case)
+            layer.config.__class__ = type("Provider", (type(layer.config),), {"__module__": "of_the_user"})
+            layer.config.calculate_per_token_loss = True
+            said["a derived config"] = _message(ConfigError, megatron.annotate, layer)
             wrapper = nn.Sequential(_column(case))
             wrapper.ddp_config = SimpleNamespace()
             said["Megatron's DDP"] = _message(ConfigError, megatron.annotate, wrapper)
@@ -361,6 +371,10 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "shared by stages": "share_embeddings_and_output_weights=False",
             "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
             "one tensor": "set moe_single_grouped_weight=False",
+            "biases of experts": "or moe_router_bias_update_rate=0 to keep the biases as they are",
+            "global loss": "take 'aux_loss' or 'seq_aux_loss'",
+            "global loss among others": "take 'aux_loss' or 'seq_aux_loss'",
+            "a derived config": "Provider.calculate_per_token_loss is on",
             "Megatron's DDP": "em.wrap takes its place",
             "version": "megatron-core 0.99.0 has not been tried",
         }
