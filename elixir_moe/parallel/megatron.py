@@ -96,7 +96,8 @@ def annotate(model: nn.Module) -> None:
         ConfigError: model parallelism is not initialized; a setting that moves gradients past autograd, or experts
             into one tensor of TransformerEngine's, or that balances experts in Megatron's own data parallelism.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
-            another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages.
+            another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages; a
+            mixer of a state space (Mamba, gated delta net) that tensor-parallel ranks cut.
     """
     import megatron.core
 
@@ -280,7 +281,8 @@ def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
 
 
 def _attribute(parameter: nn.Parameter) -> int | None:
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    dim: int = getattr(parameter, "partition_dim", -1)
+    return dim if dim >= 0 and getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def _megatron_classes(kind: type) -> list[type]:
@@ -361,6 +363,14 @@ def _contradictions(item: Owned, grid: Grid) -> Iterator[str]:
         )
     if item.cut is not None and item.cut >= item.parameter.dim():
         yield f"parameter {item.name!r} {tuple(item.parameter.shape)} has no dim {item.cut} to be cut on"
+    marked = not unknown and getattr(item.parameter, "tensor_model_parallel", False)
+    no_dim = marked and stated is None and item.cut is None
+    state_space = any(cls.__module__.startswith("megatron.core.ssm.") for cls in type(item.owner).__mro__)
+    if (no_dim or state_space) and grid.dense.size("tp") > 1:
+        yield (
+            f"parameter {item.name!r} of a {type(item.owner).__name__} is cut in a way that Megatron's attributes do "
+            f"not say, as those of Mamba and gated delta nets are: build the model with tensor_model_parallel_size=1"
+        )
     if item.expert and item.cut is None and grid.expert.size("tp") > 1:
         yield (
             f"parameter {item.name!r} of an expert is not cut over the {grid.expert.size('tp')} tensor-parallel ranks "

@@ -289,6 +289,30 @@ def _column(case: Case) -> nn.Module:
     return ColumnParallelLinear(HIDDEN, HIDDEN, config=config_of(case), init_method=nn.init.normal_)
 
 
+def _mixer() -> nn.Module:
+    """What Megatron's MambaMixer has beside its linear layers; the class itself needs kernels for GPUs."""
+    mixer = type("MambaMixer", (nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})()
+    mixer.conv1d, mixer.A_log, mixer.D = nn.Conv1d(8, 8, 4, groups=8), *(nn.Parameter(torch.ones(4)) for _ in range(2))
+    for parameter in mixer.parameters():
+        parameter.tensor_model_parallel = True
+    mixer.D.partition_dim = -1  # some programs set what Megatron leaves out
+    mixer.A_log.partition_dim = 0  # as later versions do
+    return mixer
+
+
+def uncut_mixer() -> None:
+    with shims(), model_parallel(Case()):
+        mixer = _mixer()
+        megatron.annotate(mixer)
+        for parameter in mixer.parameters():
+            pattern = parameter._elixir_pattern
+            assert pattern.replicate_ranks == (0, 1) and pattern.gradient_divisor == 2
+
+
+def test_uncut_mixers_of_state_spaces_are_replicated(ranks: Ranks) -> None:
+    ranks(2).run(uncut_mixer)
+
+
 def bad_inputs() -> dict[str, str]:
     """{what was done: the message}, on two ranks."""
     from megatron.core import parallel_state
@@ -344,6 +368,7 @@ def bad_inputs() -> dict[str, str]:
             layer.config.__class__ = type("Provider", (type(layer.config),), {"__module__": "of_the_user"})
             layer.config.calculate_per_token_loss = True
             said["a derived config"] = _message(ConfigError, megatron.annotate, layer)
+            said["mixer"] = _message(LayoutError, megatron.annotate, _mixer())
             wrapper = nn.Sequential(_column(case))
             wrapper.ddp_config = SimpleNamespace()
             said["Megatron's DDP"] = _message(ConfigError, megatron.annotate, wrapper)
@@ -375,12 +400,16 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "global loss": "take 'aux_loss' or 'seq_aux_loss'",
             "global loss among others": "take 'aux_loss' or 'seq_aux_loss'",
             "a derived config": "Provider.calculate_per_token_loss is on",
+            "mixer": "'A_log' of a MambaMixer is cut in a way that Megatron's attributes do not say",
             "Megatron's DDP": "em.wrap takes its place",
             "version": "megatron-core 0.99.0 has not been tried",
         }
         assert set(said) == set(expected), rank
         for what, text in expected.items():
             assert text in said[what], (rank, what, said[what])
+        assert all(
+            f"parameter {name!r} of a" in said["mixer"] for name in ("A_log", "D", "conv1d.weight", "conv1d.bias")
+        )
         assert said["version"].count("\n") == 0, "one warning"
 
 
