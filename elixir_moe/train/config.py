@@ -93,7 +93,8 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Files or glob patterns of a running text, joined in order; if empty, the English text of Python's own help."""
     tokenizer: str | None = None
-    """Folder of a tokenizer; null: the model's own, or else one token a byte."""
+    """Folder of a tokenizer; null: the model's own, or else one token a byte. A chat template that prints the date
+    prints that of January 1, 2026, so that rows stay the same."""
     seq_len: Annotated[int | None, at_least(2), called("max_length")] = None
     """Tokens of a row; null: model.seq_len of our GPT and one more, 128 of a module, and of a Hugging Face model 1024,
     or the positions it has."""

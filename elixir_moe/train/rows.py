@@ -24,6 +24,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
@@ -42,6 +43,17 @@ _FORMS = {"text": "text", "prompt": "prompt", "completion": "prompt", "messages"
 _SAYS = ("content", "tool_calls", "function_call", "thinking", "reasoning_content")
 """Keys of a message, one of which has a value."""
 _EXPECTED = 'expected {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+_TODAY = datetime(2026, 1, 1)
+"""The day of all rows, so that a run that goes on another day has the same."""
+_CODES = "aAbBcdDeFhHIjmMpRSTuUVwWxXyYZ"
+"""Letters of ``strftime``."""
+_STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('%{c}', '{_TODAY:%{c}}') | replace('%-{c}', '{_TODAY:%-{c}}')" for c in _CODES)
+    + " }}{% endmacro %}\n"
+)
+"""The beginning of a chat template: the function by which templates ask for the date tells `_TODAY`. A macro, since
+transformers hands no function on to a template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -399,7 +411,11 @@ class _Encoder:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=ask
+                messages,
+                tools=tools,
+                chat_template=_STRFTIME_NOW + self._tokenizer.get_chat_template(tools=tools),
+                tokenize=False,
+                add_generation_prompt=ask,
             )
         except Exception as error:  # of Jinja, and what templates raise
             raise ConfigError(f"data.file: {where}: the chat template refuses the messages: {error}") from error

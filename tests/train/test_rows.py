@@ -158,6 +158,16 @@ def test_a_template_that_asks_for_a_thought_predicts_what_was_said(tmp_path: Pat
     assert shown(found.train[0]) == ("<user>hi<assistant>yo<end>", "____yo<end>")
 
 
+def test_a_template_that_prints_the_date_makes_the_same_rows_each_day(tmp_path: Path) -> None:
+    dated = tokenizer()
+    dated.chat_template = (
+        "{% macro day() %}{{ strftime_now('%A %-d %B') | lower }}{% endmacro %}"
+        "{{ day() }}{{ ' new' if strftime_now(format='%d %b %Y %H:%M') == '01 Jan 2026 00:00' }}" + dated.chat_template
+    )
+    found = load_rows(str(write_rows(tmp_path / "a.jsonl", [{"messages": SAYS}] * 2)), dated, 64, 0.5, packed=False)
+    assert shown(found.train[0])[0] == "thursday <new> january new<user>hi<assistant>yo<end>"
+
+
 def test_a_long_text_is_cut_into_rows_and_a_long_completion_loses_its_end(tmp_path: Path) -> None:
     lines = [
         {"text": "abcdefghij" * 2},
