@@ -8,7 +8,8 @@ so the rows of a step do not depend on the number of ranks. Knows no model; the 
     {"messages": [{"role": ..., "content": ...}]}    what the assistant says is predicted, by the chat template
 
 A line has one form; a form whose values are null does not count, and other keys are for the reader. Each label is
-trained exactly once in an epoch: a long text goes on in a row that begins with the last token of the row before.
+trained exactly once in an epoch: a long text goes on in a row that begins with the last token of the row before. A
+line is tokenized as one text; a token across the border of what is predicted is predicted.
 
 Packing is best fit, longest first: each text goes to the fullest row that has room for it. Positions begin at 0 where a
 text begins, and the rest of a row is filled up by a text of its own without labels::
@@ -25,7 +26,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of items with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 class _Encoder:
     """From a line to tokens with labels."""
 
@@ -346,19 +352,25 @@ class _Encoder:
         found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return found
 
+    @cached_property
+    def _start(self) -> list[int]:
+        """What the tokenizer puts before each text, found with one letter."""
+        letter = self._encoded("a", special=False)
+        return list(takewhile(lambda token: token not in letter, self._encoded("a")))
+
     def _ended(self, tokens: list[int]) -> list[int]:
         return tokens if tokens[-1:] == self._end else tokens + self._end
 
     def _of_prompt(
         self, where: str, prompt: Any, completion: Any, tools: Any
     ) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `_of_messages` says. A tokenizer that ends each text does not end the prompt."""
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._of_messages(where, prompt + completion, tools, first=len(prompt))
-        before = self._encoded(self._string(where, "prompt", prompt))
-        if self._end and before[-1:] == self._end:
-            before.pop()  # of a tokenizer that ends each text
-        after = self._encoded(self._string(where, "completion", completion), special=False)
-        return self._ended(before + after), [(0, len(before))]
+        before, after = self._string(where, "prompt", prompt), self._string(where, "completion", completion)
+        prompted, whole = (self._start + self._encoded(text, special=False) for text in (before, before + after))
+        stop = _shared(prompted, whole)
+        return whole[:stop] + self._ended(whole[stop:]), [(0, stop)]
 
     def _of_messages(
         self, where: str, messages: Any, tools: Any, *, first: int = 0
@@ -393,15 +405,14 @@ class _Encoder:
         """
         found = self._rendered(where, messages, tools, ask=ask)
         if ask and not text.startswith(found):  # it asks for more than a message has, as for the beginning of a thought
-            shared = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(found, text, strict=False)))
+            shared = found[: _shared(found, text)]
             found = shared if shared.startswith(self._rendered(where, messages, tools)) else found
         if not text.startswith(found):
             raise ConfigError(
                 f"data.file: {where}: the chat template writes message {len(messages)} otherwise when another follows, "
                 f"so what the assistant said cannot be told; split the line, or give data.completion_only=false"
             )
-        pairs = zip(self._encoded(found, special=False), whole, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return _shared(self._encoded(found, special=False), whole)
 
     def _rendered(self, where: str, messages: Any, tools: Any, *, ask: bool = False) -> str:
         if self._tokenizer.chat_template is None:

@@ -245,6 +245,45 @@ def test_a_token_across_the_border_of_a_message_is_predicted(tmp_path: Path) -> 
     assert found.train[0, 1, :6].tolist() == [NO_LABEL] * 3 + [2, 3, 4]
 
 
+def starting_with_a_space(*, ends: bool) -> Any:
+    """A tokenizer that puts a start and a space before each text, as Llama 2's does, and perhaps an end behind."""
+    from tokenizers import Tokenizer, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<start>", "<end>", "x", "_", *"24+="])}
+    made = Tokenizer(models.BPE({**words, "=4": 8}, [("=", "4")], unk_token="x"))
+    made.normalizer = normalizers.Prepend("_")
+    single = "<start> $A <end>" if ends else "<start> $A"
+    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<start>", 0), ("<end>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<start>", eos_token="<end>", unk_token="x")
+
+
+PROMPTS = [
+    ("2+", "4", "<start> _ 2 +", "4 <end>"),
+    ("2=", "4", "<start> _ 2", "=4 <end>"),
+    ("2<end>", "4", "<start> _ 2 <end>", "_ 4 <end>"),
+    ("2<end>", "", "<start> _ 2 <end>", "<end>"),
+    ("2", "", "<start> _ 2", "<end>"),
+    ("2", "<end>", "<start> _ 2", "<end>"),
+    ("2", "4<end>", "<start> _ 2", "4 <end>"),
+    ("", "4", "<start>", "_ 4 <end>"),
+]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("prompt", "completion", "given", "predicted"), PROMPTS)
+def test_a_prompt_and_its_completion_are_one_text(
+    prompt: str, completion: str, given: str, predicted: str, ends: bool, tmp_path: Path
+) -> None:
+    made = starting_with_a_space(ends=ends)
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}] * 2)
+    tokens, labels, _ = load_rows(str(path), made, 8, 0.1, packed=False).train[0].tolist()
+    words = f"{given} {predicted}".split()
+    assert made.convert_ids_to_tokens(tokens[: len(words)]) == words
+    expected = [NO_LABEL] * len(given.split()) + made.convert_tokens_to_ids(predicted.split())
+    assert labels == expected + [NO_LABEL] * (8 - len(expected))
+
+
 def test_more_rows_in_a_step_than_in_the_file(tmp_path: Path) -> None:
     found = rows_of(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "cd"}, {"text": "ef"}])
     step = found.batch(seed=0, step=1, rows=8)
