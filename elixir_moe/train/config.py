@@ -444,20 +444,23 @@ class TrainConfig:
 
         recipe, data = self.recipe(), self.data
         folder = recipe.tokenizer if data.tokenizer is None else data.tokenizer
-        if data.file is not None:
-            if folder is None:
-                raise ConfigError(
-                    "data.file needs a tokenizer, and this model has none: name a folder with one by data.tokenizer"
-                )
-            tokenizer, options = (
-                tokenizer_of(folder),
-                {"packed": recipe.restarts, "completion_only": data.completion_only},
+        if data.file is not None and folder is None:
+            raise ConfigError(
+                "data.file needs a tokenizer, and this model has none: name a folder with one by data.tokenizer"
             )
-            found: Data = load_rows(data.file, tokenizer, recipe.length, data.validation, **options)
-        elif folder is None:
+        tokenizer = None if folder is None else tokenizer_of(folder)
+        if data.file is not None:
+            found: Data = load_rows(
+                data.file,
+                tokenizer,
+                recipe.length,
+                data.validation,
+                packed=recipe.restarts,
+                completion_only=data.completion_only,
+            )
+        elif tokenizer is None:
             found = load_text(data.paths, data.validation, recipe.length - 1)
         else:
-            tokenizer = tokenizer_of(folder)
             encode = partial(encoded, tokenizer)
             found = load_text(data.paths, data.validation, recipe.length - 1, encode, tokenizer.decode)
         if recipe.vocabulary is not None and found.most >= recipe.vocabulary:
