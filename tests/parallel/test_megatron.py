@@ -7,6 +7,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError, PlanError
 from elixir_moe.parallel import megatron
 from tests.support.cases import with_further
 from tests.support.megatron_cases import (
@@ -467,7 +468,11 @@ def refused_stages(folder: Path) -> dict[str, str]:
     with shims(), model_parallel(Case(pp=2)):
         model = build(Case(pp=2))
         megatron.annotate(model)
-        model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.zero2(chunk_numel=CHUNK))
+        plan = em.Plan.zero2(chunk_numel=CHUNK)
+        does_not_fit = mock.patch("elixir_moe.setup.deciding.settled", side_effect=PlanError("too few blocks"))
+        with does_not_fit if dist.get_rank() == 0 else contextlib.nullcontext():
+            said["plan of one"] = _message(PlanError, partial(em.wrap, plan=plan), model, make_optimizer(model))
+        model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)
         said["save"] = _message(em.CheckpointError, em.save, folder, model, optimizer)
         optimizer.close()
         said["tied"] = _message(LayoutError, megatron.annotate, build(Case(pp=2, tie=True)))
@@ -476,6 +481,7 @@ def refused_stages(folder: Path) -> dict[str, str]:
 
 def test_what_pipeline_stages_cannot_do_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     for rank, said in enumerate(ranks(2).run(refused_stages, tmp_path / "saved")):
+        assert "too few blocks" in said["plan of one"]
         assert "save em.full_state_dict(model) of each stage instead" in said["save"]
         shared = "embedding.word_embeddings.weight" if rank == 0 else "output_layer.weight"
         assert f"parameter {shared!r} is shared by several pipeline stages" in said["tied"]
