@@ -110,7 +110,7 @@ def test_a_host_of_few_gpus_has_what_belongs_to_them() -> None:
         (["--gpu", "l40s", "--host-memory", "64 B"], "--host-memory='64 B': expected at least 1.00 MiB"),
         (["--gpu", "l40s", "--host-memory", "128000000000"], "128000000000' has no unit"),
         (["--gpu", "l40s", "--host-reserve", "6"], "--host-reserve='6' has no unit: 6 GiB"),
-        (["--gpu", "rtx-4090", "--budget", "80 GiB"], "a GPU of rtx-4090 has 24.00 GiB; choose at most that"),
+        (["--gpu", "rtx-4090", "--budget", "80 GiB"], "a GPU of rtx-4090 has 22.35 GiB; choose at most that"),
         (["--gpu", "l40s", "--budget", "0.5"], "--budget='0.5' has no unit: 0.5 GiB"),
         (["--gpu", "l40s", "--disk-size", "2"], "--disk-size='2' has no unit"),
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6/s"], "--disk-speed='6' has no unit: 6 GiB"),
