@@ -66,10 +66,8 @@ class Routers:
 
     @staticmethod
     def _keep_fp32(module: nn.Module) -> None:
-        mesh = init_mesh()
         for parameter in module.parameters():
-            if pattern_of(parameter) is None:
-                attach(parameter, Pattern(mesh, replicate=("dp",), dtype=torch.float32))
+            _exempt(parameter)
 
         def widen(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             dtypes.append(args[0].dtype)
@@ -118,8 +116,14 @@ def _widen_bias(router: Any) -> None:
     """Makes a selection bias fp32: in 16 bits, a step of 0.001 from 0.5 on is none."""
     bias = getattr(router, _BIAS)
     bias.data = bias.data.float()
-    if isinstance(bias, nn.Parameter) and pattern_of(bias) is None:
-        attach(bias, Pattern(init_mesh(), replicate=("dp",), dtype=torch.float32))
+    if isinstance(bias, nn.Parameter):
+        _exempt(bias)
+
+
+def _exempt(parameter: nn.Parameter) -> None:
+    """Keeps a parameter that has no pattern in fp32, whatever `compute_dtype` is."""
+    if pattern_of(parameter) is None:
+        attach(parameter, Pattern(init_mesh(), replicate=("dp",), dtype=torch.float32))
 
 
 def _has_bias(router: Any) -> bool:

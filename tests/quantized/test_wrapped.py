@@ -291,13 +291,17 @@ def test_adapters_that_read_their_own_weight_may_lie_beside_bytes(ranks: Ranks) 
 
 
 def dora_beside_bytes() -> tuple[list[float], list[float]]:
+    """(rank) As `adapted_then_quantized`, of DoRA on a layer that is not quantized."""
+    return adapted_then_quantized(peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True), skip="*q_proj*")
+
+
+def adapted_then_quantized(config: Any, **quantized: Any) -> tuple[list[float], list[float]]:
     """(rank) Losses of plain PyTorch with the decoded weights, and of the wrapped model."""
     em.init_mesh(device_type="cpu")
     losses = []
     for decoded in (True, False):
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
         torch.manual_seed(4)
-        model = em.quantize(peft.get_peft_model(base(), config), "int8", skip="*q_proj*")
+        model: Any = em.quantize(peft.get_peft_model(base(), config), "int8", **quantized)
         model, optimizer = em.dequantize(model) if decoded else model, optimizer_of(model)
         if not decoded:
             model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3())
@@ -325,21 +329,11 @@ def test_adapters_that_begin_with_the_weight_are_added_before_it_becomes_bytes(k
 
 def begun_before_and_after(kind: str) -> tuple[list[float], list[float], str]:
     """(rank) Losses of plain PyTorch, and of the wrapped model, adapted before; what is said of later ones."""
-    em.init_mesh(device_type="cpu")
-    losses = []
-    for decoded in (True, False):
-        torch.manual_seed(4)
-        model: Any = em.quantize(peft.get_peft_model(base(), BEGIN_WITH_WEIGHTS[kind]), "int8")
-        model, optimizer = em.dequantize(model) if decoded else model, optimizer_of(model)
-        if not decoded:
-            model, optimizer = em.wrap(model, optimizer, plan=em.Plan.zero3())
-        losses.append([loss.item() for loss in steps(model, optimizer)])
-        if not decoded:
-            optimizer.close()
+    plain, wrapped = adapted_then_quantized(BEGIN_WITH_WEIGHTS[kind])
     model = peft.get_peft_model(em.quantize(base(), "int8"), BEGIN_WITH_WEIGHTS[kind])
     with pytest.raises(em.ConfigError) as refusal:
         em.wrap(model, optimizer_of(model), plan=em.Plan.zero3())
-    return losses[0], losses[1], str(refusal.value)
+    return plain, wrapped, str(refusal.value)
 
 
 def test_adapters_are_merged_into_decoded_weights() -> None:
