@@ -23,7 +23,11 @@ _BIAS = "e_score_correction_bias"
 
 
 class Routers:
-    """All routers of a model: the tokens that each has sent to each expert, over all ranks."""
+    """All routers of a model: the tokens that each has sent to each expert, over all ranks.
+
+    Each token of a training pass counts once. A pass under `no_grad` counts where it is the first one of a reentrant
+    activation checkpoint, which backward runs again; any other, as of a reference model, trains nothing.
+    """
 
     def __init__(self, model: nn.Module, *, fp32: bool = False, balance: float = 0.0) -> None:
         """Finds the routers. Call it before `em.wrap`, and `step` after each ``optimizer.step()``.
@@ -57,10 +61,19 @@ class Routers:
                 _widen_bias(module)
 
     def _counting(self, name: str) -> Any:
+        def add(found: Tensor) -> None:
+            self._counts[name] = self._counts[name] + found if name in self._counts else found
+
         def count(module: nn.Module, args: Sequence[Any], output: Sequence[Tensor]) -> None:
-            if module.training and not in_backward():
-                found = _sent(output, int(module.num_experts))  # type: ignore[arg-type]
-                self._counts[name] = self._counts[name] + found if name in self._counts else found
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            found, weights = _sent(output, int(module.num_experts))  # type: ignore[arg-type]
+            if not in_backward():
+                add(found)
+            elif weights.requires_grad:
+                # A recomputation. Gradients reach its tensors only if the checkpoint is reentrant, whose first pass ran
+                # under no_grad and was not counted.
+                weights.register_hook(lambda _: add(found))
 
         return count
 
@@ -128,7 +141,8 @@ def _exempt(parameter: nn.Parameter) -> None:
 
 def _has_bias(router: Any) -> bool:
     """False also for LongCat-Flash's, which has identities behind its experts."""
-    return hasattr(router, _BIAS) and len(getattr(router, _BIAS)) == router.num_experts
+    bias = getattr(router, _BIAS, None)
+    return bias is not None and len(bias) == router.num_experts
 
 
 def _place_of_logits(output: Sequence[Tensor]) -> int:
@@ -137,14 +151,17 @@ def _place_of_logits(output: Sequence[Tensor]) -> int:
     return 2 if output[2].is_floating_point() else 0
 
 
-def _sent(output: Sequence[Tensor], num_experts: int) -> Tensor:
-    """(E,) tokens that a router has sent to each expert; those that LongCat-Flash and ZAYA leave out go to none."""
+def _sent(output: Sequence[Tensor], num_experts: int) -> tuple[Tensor, Tensor]:
+    """(E,) tokens that a router has sent to each expert, and the weights that its output has for them.
+
+    Tokens that LongCat-Flash and ZAYA leave out go to no expert.
+    """
     if _place_of_logits(output) == 0:
-        weights, chosen = output[1].detach(), output[2].detach()
-        chosen = chosen[weights != 0] if weights.shape == chosen.shape else chosen.reshape(-1)
-        return torch.bincount(chosen, minlength=num_experts)[:num_experts]
+        weights, chosen = output[1], output[2].detach()
+        chosen = chosen[weights.detach() != 0] if weights.shape == chosen.shape else chosen.reshape(-1)
+        return torch.bincount(chosen, minlength=num_experts)[:num_experts], weights
     weights = output[1] if len(output) == 3 and output[1].shape[-1] == num_experts else output[0]
-    return weights.detach().reshape(-1, num_experts).count_nonzero(dim=0)
+    return weights.detach().reshape(-1, num_experts).count_nonzero(dim=0), weights
 
 
 def has_routers(model: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Routers of Hugging Face's mixtures: loads counted over ranks and micro-batches, biases moved alike, fp32."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
@@ -49,8 +51,9 @@ def run(accumulation: int, reentrant: bool | None) -> tuple[list[dict[str, Any]]
         for micro in rows.chunk(accumulation):
             mine = micro.chunk(world)[rank]
             (model(input_ids=mine, labels=mine).loss / accumulation).backward()
-        with torch.no_grad():
-            model.eval()(input_ids=rows)  # does not count
+        with torch.no_grad():  # neither an evaluation nor a reference's pass counts
+            model(input_ids=rows)
+            model.eval()(input_ids=rows)
             model.train()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,6 +82,21 @@ def test_loads_and_biases_do_not_depend_on_ranks_and_micro_batches(
             {n: c.tolist() for n, c in found.items()} for found in loads
         ]
         assert all(torch.equal(theirs[name], bias) for name, bias in biases.items())
+
+
+def test_a_checkpoint_within_a_checkpoint_counts_each_token_once() -> None:
+    model = deepseek()
+    routers = Routers(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    rows = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=rows)
+    model(input_ids=rows, labels=rows).loss.backward()
+    routers.step()
+    assert [int(counts.sum()) for counts in routers.loads().values()] == [rows.numel() * 2] * 2
 
 
 def laguna() -> Any:
@@ -235,12 +253,19 @@ def test_routers_that_return_other_things(name: str, ranks: Ranks) -> None:
 def test_tokens_that_no_expert_takes_are_not_counted() -> None:
     """ZAYA's router gives them to the first one, with a weight of 0."""
     weights, chosen = torch.tensor([[0.5], [0.0], [0.2], [0.0]]), torch.tensor([[0], [0], [2], [0]])
-    assert _sent((torch.zeros(4, 4), weights, chosen, torch.zeros(1, 4, 8)), 3).tolist() == [1, 0, 1]
+    assert _sent((torch.zeros(4, 4), weights, chosen, torch.zeros(1, 4, 8)), 3)[0].tolist() == [1, 0, 1]
 
 
-def test_a_bias_of_more_than_the_experts_is_not_balanced() -> None:
+def without_bias() -> Any:
+    model = deepseek()
+    model.model.layers[1].mlp.gate.e_score_correction_bias = None
+    return model
+
+
+@pytest.mark.parametrize("build", [longcat, without_bias])
+def test_a_router_without_a_bias_for_each_expert_is_not_balanced(build: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError, match="has no e_score_correction_bias of one number for each expert"):
-        Routers(longcat(), balance=0.1)
+        Routers(build(), balance=0.1)
 
 
 def logged(folder: str) -> list[dict[str, float]]:
