@@ -131,7 +131,7 @@ class ElixirMixin(_Trainer):
     def _fused(self, model: torch.nn.Module) -> WithoutLogits:
         found, self._without_logits = self._without_logits, None
         if found is None or found.model is not model:  # model_init= makes several
-            found = WithoutLogits(model, label_smoothing=self.args.label_smoothing_factor)
+            found = WithoutLogits(model)
         self._without_logits = found
         return found
 
@@ -162,10 +162,11 @@ class ElixirMixin(_Trainer):
         """As the trainer's, with arguments as they come; without logits where `loss` says so and nobody wants them."""
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        smoother = self.label_smoother
-        self.label_smoother: Any = None  # the loss smooths
+        without_logits, smoother = self._fused(model), self.label_smoother
+        if smoother is not None:
+            self.label_smoother: Any = without_logits.smoothed(smoother.epsilon)
         try:
-            with self._fused(model)():
+            with without_logits():
                 return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = smoother

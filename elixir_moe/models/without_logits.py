@@ -2,10 +2,12 @@
 
 Owns what replaces the head's product and the loss while a forward runs: the head computes the logits of one token, and
 the loss is computed from what the head was given. The model's own forward does the rest: auxiliary losses of routers
-are added, labels are shifted, and losses are divided as ever. No forward is replaced. Needs the package `transformers`.
+are added, labels are shifted, and losses are divided as ever. No forward is replaced. A Trainer that smooths labels
+gives the model none, and computes the loss from its output: `smoothed` does so without logits. Needs the package
+`transformers`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +26,7 @@ _INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss
 class WithoutLogits:
     """``with WithoutLogits(model)(): loss = model(**batch).loss``; the output's logits are those of one token."""
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
+    def __init__(self, model: nn.Module) -> None:
         """Checks the model, which may have adapters of peft; changes nothing.
 
         Raises:
@@ -44,7 +46,6 @@ class WithoutLogits:
             )
         check_head(causal.get_output_embeddings())
         config = causal.config.get_text_config()
-        self._smoothing = label_smoothing
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
         self._checked = False
@@ -96,9 +97,10 @@ class WithoutLogits:
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
         **_: Any,
     ) -> Tensor:
-        """As `transformers.loss.loss_utils.ForCausalLMLoss`."""
+        """As `transformers.loss.loss_utils.ForCausalLMLoss`, with label smoothing."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise ConfigError(f"a loss without logits of {self._kind}, whose forward has not run its head; {_INSTEAD}")
@@ -111,13 +113,21 @@ class WithoutLogits:
             self._causal.get_output_embeddings(),
             shift_labels.reshape(hidden.shape[:-1]),
             ignore_index=ignore_index,
-            label_smoothing=self._smoothing,
+            label_smoothing=label_smoothing,
             softcap=self._softcap,
             reduction="mean" if num_items_in_batch is None else "sum",
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total if num_items_in_batch is None else total / num_items_in_batch
+
+    def smoothed(self, factor: float) -> Callable[..., Tensor]:
+        """What `transformers.trainer_pt_utils.LabelSmoother` of that factor is, for outputs of a forward in here."""
+
+        def smooth(outputs: Any, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None, **_: Any) -> Tensor:
+            return self._loss(outputs["logits"], labels, None, num_items_in_batch, label_smoothing=factor)
+
+        return smooth
 
     def _check(self, logits: Tensor) -> None:
         """Raises ConfigError if the model does something else with its logits than its config says."""

@@ -114,14 +114,22 @@ def test_a_forward_without_labels_is_refused() -> None:
         model(input_ids=CAUSAL["llama"].batch(0)["input_ids"])
 
 
-SMOOTHED = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-@pytest.mark.parametrize(("world", "plan"), with_further([(2, "zero3"), (1, "offload")], [(2, "zero3")]))
-def test_the_trainers_losses_are_those_of_logits(ranks: Ranks, tmp_path: Path, world: int, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "plan", "smoothing"),
+    with_further([(2, "zero3", 0.1), (1, "offload", 0.1), (1, "zero3", 0.0)], [(2, "zero3", 0.1)]),
+)
+def test_the_trainers_losses_are_those_of_logits(
+    ranks: Ranks, tmp_path: Path, world: int, plan: str, smoothing: float
+) -> None:
+    """Also with a router's auxiliary loss, which the plain Trainer leaves out where it smooths labels."""
     plans = {"zero3": em.Plan.zero3(), "offload": em.Plan.offload()}
-    (plain,) = ranks(1).run(trained, str(tmp_path / "plain"), 4, None, **SMOOTHED)
-    for ours in ranks(world).run(trained, str(tmp_path / "ours"), 4, plans[plan], loss="fused", **SMOOTHED):
+    settings: dict[str, Any] = EVALUATED | {"label_smoothing_factor": smoothing, "model_options": AUXILIARY}
+    (plain,) = ranks(1).run(trained, str(tmp_path / "plain"), 4, None, **settings)
+    for ours in ranks(world).run(trained, str(tmp_path / "ours"), 4, plans[plan], loss="fused", **settings):
         check_alike(ours, plain)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def launched() -> Iterator[None]:
     forget_accelerate()
 
 
-def mixture() -> Any:
+def mixture(**options: Any) -> Any:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **options,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -69,6 +69,7 @@ def trained(
     resume: bool = False,
     stop: int = 0,
     loss: str = "whole",
+    model_options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """A run of ours with a plan, of the plain Trainer without; `stop`: it dies after so many steps."""
@@ -89,7 +90,7 @@ def trained(
         )  # fmt: skip
         kind: Any = Trainer if plan is None else ElixirTrainer
         given = {} if plan is None else {"plan": plan, "loss": loss}
-        model = adapted() if peft else mixture()
+        model = adapted() if peft else mixture(**(model_options or {}))
         evaluated = data()[:16]
         trainer = kind(model, arguments, train_dataset=data(), eval_dataset=evaluated, callbacks=[Dies()], **given)
         with contextlib.suppress(KeyboardInterrupt):
