@@ -39,18 +39,23 @@ class Hook:
         refuse_copy()
 
 
-_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
-
-
 def in_function() -> bool:
     """Whether the caller runs inside the forward of an autograd function.
 
-    Torch hands ``Function.apply`` to no tensor subclass and to no mode: only its frame tells.
+    Torch passes ``Function.apply`` to no tensor subclass and to no mode, and newer versions run it without a frame. So
+    this looks for a frame that runs the `forward` of a subclass of `torch.autograd.Function`.
     """
+    forwards = {getattr(function.forward, "__code__", None) for function in _subclasses(torch.autograd.Function)}
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _subclasses(kind: type) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def in_backward() -> bool:
