@@ -41,14 +41,21 @@ test: setup
 test-all: setup
 	$(PYTEST) -m '' $(PYTEST_ARGS)
 
-# The tests with another torch, in an environment of its own: make test-torch VERSION=2.11.0
-# An older torch may want an older setuptools than the pinned one.
-OTHER = VENV=.venv-torch-$(VERSION) CONSTRAINTS=build/constraints-torch-$(VERSION).txt
+# The tests with the newest torch, transformers, peft, trl and accelerate that pip finds, without a pin, in an environment
+# of its own; or with a torch of your choice and all other pins: make test-torch VERSION=2.11.0. An older torch may want an
+# older setuptools than the pinned one.
+TORCH := $(or $(VERSION),newest)
+OTHER = VENV=.venv-torch-$(TORCH) CONSTRAINTS=build/constraints-torch-$(TORCH).txt
 test-torch:
-	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
 	mkdir -p build
-	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(VERSION).txt
+ifdef VERSION
+	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(TORCH).txt
 	$(MAKE) test $(OTHER)
+else
+	: > build/constraints-torch-$(TORCH).txt
+	rm -f .venv-torch-$(TORCH)/.installed
+	$(MAKE) test $(OTHER) ALSO='--upgrade --upgrade-strategy eager'
+endif
 
 # The tests that concern Megatron-core, and quick ones of the core, with another Megatron-core, in an environment of its
 # own: make test-megatron PYTHON=python3.12. It imports triton, which no torch for CPUs brings; so the kernels in Triton

@@ -17,6 +17,10 @@ class ConfigError(ElixirError):
     """A setting, file or command-line value is wrong."""
 
 
+class TorchVersionError(ConfigError, ImportError):
+    """The installed torch lacks a private name that the library needs."""
+
+
 class UsageError(ElixirError):
     """A wrapped model or its optimizer was used in a way that cannot work."""
 

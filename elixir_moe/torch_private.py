@@ -1,28 +1,71 @@
 """The names of torch that begin with an underscore, or lie in a module whose name does; no other file has them.
 
-Owns an alias or a short function for each, with what it is for, the public way that it stands for, and why that way
-does not do. Holds no state. Torch 2.13 has them all, in a build for CPUs; `tests/test_torch_private.py` names those
-that another one lacks, and runs without the package too: ``pytest --noconftest``.
+Owns an alias or a short function for each, with its purpose, the public way that comes closest, and why that way does
+not do. Holds no state. A torch without one of them ends the import with a `TorchVersionError` that names it and the
+versions that were tested; a torch that is newer than those is reported by a warning.
 
 Aliases are torch's own objects: a call through one costs no more than a call through torch. An attribute of a tensor,
 module, optimizer or operator cannot be imported, and a function around it would cost a call: such attributes stay where
 they are read, and `ATTRIBUTES` lists them. Those of `nn.Module` that a subclass or a hook relies on are among them.
 """
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._triton import has_triton as has_triton
+
+from elixir_moe.errors import TorchVersionError
+
+OLDEST, NEWEST = "2.11", "2.14"
+"""The versions of torch that the tests have run with."""
+
+
+def untested() -> str | None:
+    """A sentence about the installed torch if it is newer than the newest tested one, otherwise None."""
+    if torch.__version__ < f"{NEWEST}.9999":
+        return None
+    return (
+        f"torch {torch.__version__} is newer than {NEWEST}, the newest version that elixir_moe was tested with: if it "
+        f'fails, pip install "torch=={NEWEST}.*"'
+    )
+
+
+def _missing(name: str) -> TorchVersionError:
+    return TorchVersionError(
+        f"torch {torch.__version__} has no {name}, which elixir_moe needs; it was tested with torch {OLDEST} to "
+        f'{NEWEST}: pip install "torch>={OLDEST},<={NEWEST}.*"'
+    )
+
+
+def _torch(path: str) -> Any:
+    """The object at a private path of torch, such as ``_C._len_torch_dispatch_stack``."""
+    return _at(torch, "torch", path)
+
+
+def _at(owner: Any, owner_name: str, path: str) -> Any:
+    for name in path.split("."):
+        try:
+            owner = getattr(owner, name)
+        except AttributeError as error:
+            raise _missing(f"{owner_name}.{path}") from error
+    return owner
+
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._triton import has_triton as has_triton
+except ImportError as error:
+    raise _missing(f"name that an import needs ({error})") from error
 
 IMPORTED = {
     "FakeTensor": "To tell the tensors of a trace, which have no data; torch has no public test for them.",
@@ -36,57 +79,61 @@ IMPORTED = {
 
 # ------------------------------------------------------------------------------------------------ tensor subclasses
 
-DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[None]] = _torch("_C.DisableTorchFunctionSubclass")
 """A context in which a wrapped parameter is a plain tensor: nothing is gathered. Torch's notes on extending it name
 this class for the purpose, and no public module has it. `as_subclass` makes another tensor, not the parameter's."""
-DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunction: Callable[[], AbstractContextManager[None]] = _torch("_C.DisableTorchFunction")
 """A context without tensor subclasses and without modes such as `torch.device`, which would redirect what is drawn
 again. The public contexts end no mode that another began."""
-disable_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
+disable_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _torch(
+    "utils._python_dispatch._disable_current_modes"
+)
 """A context without dispatch modes, for operations that are run again while one is on. A mode can only be left by its
 own context, and this one may be the user's."""
-dispatch_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+dispatch_modes: Callable[[], list[Any]] = _torch("utils._python_dispatch._get_current_dispatch_mode_stack")
 """The dispatch modes that are on. Nothing public tells; a list of our own would outlive a mode that was left."""
 
-dispatch_depth = torch._C._len_torch_dispatch_stack
+dispatch_depth: Callable[[], int] = _torch("_C._len_torch_dispatch_stack")
 """The number of dispatch modes that are on, without a list of them: asked for each gather and reduction."""
-function_depth = torch._C._len_torch_function_stack
+function_depth: Callable[[], int] = _torch("_C._len_torch_function_stack")
 """The number of function modes that are on, `torch.device` as one among them; asked for as often."""
-without_last_dispatch_mode = torch.utils._python_dispatch._pop_mode_temporarily
+without_last_dispatch_mode: Callable[[], AbstractContextManager[Any]] = _torch(
+    "utils._python_dispatch._pop_mode_temporarily"
+)
 """A context without the dispatch mode that was entered last, for the library's own operators in a checkpointed region.
 `disable_dispatch_modes` would also leave what the user has put around the model."""
-SELECTIVE_CHECKPOINT_MODES = (
-    torch.utils.checkpoint._CachedTorchDispatchMode,
-    torch.utils.checkpoint._CachingTorchDispatchMode,
+SELECTIVE_CHECKPOINT_MODES: tuple[type, type] = (
+    _torch("utils.checkpoint._CachedTorchDispatchMode"),
+    _torch("utils.checkpoint._CachingTorchDispatchMode"),
 )
 """The modes of ``create_selective_checkpoint_contexts``, which keep operators' results by their number in a region.
 That function returns them, but to the user's `context_fn`."""
 
 # ----------------------------------------------------------------------------------------------------------- autograd
 
-graph_task_id = torch._C._current_graph_task_id
+graph_task_id: Callable[[], int] = _torch("_C._current_graph_task_id")
 """The number of the backward that this thread runs, -1 outside of one. Public hooks tell only that a node is reached,
 and a forward that is run again by a checkpoint must know that it runs inside a backward."""
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+keeps_graph: Callable[[], bool] = _torch("_C._autograd._get_current_graph_task_keep_graph")
 """Whether the running backward has ``retain_graph=True``. The call of `backward` is the user's: no hook is told."""
-at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+at_end_of_backward: Callable[[Callable[[], None]], None] = _torch("autograd.Variable._execution_engine.queue_callback")
 """Calls a function when the running backward ends. A hook on the last gradient does not do: which one is last depends
 on the graph. FSDP uses the same call."""
-will_execute = torch._C._will_engine_execute_node
+will_execute: Callable[[Any], bool] = _torch("_C._will_engine_execute_node")
 """Whether the running backward comes to a node, to tell `backward` from `torch.autograd.grad`. The public hooks tell
 it only when the node is reached, which is too late to prefetch."""
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+top_saved_tensors_hooks: Callable[[bool], Any] = _torch("_C._autograd._top_saved_tensors_default_hooks")
 """The saved-tensor hooks that are on, so that those of the user run inside ours. `saved_tensors_hooks` puts hooks on a
 stack that nothing public reads."""
-next_sequence_number = torch._C._autograd._get_sequence_nr
+next_sequence_number: Callable[[], int] = _torch("_C._autograd._get_sequence_nr")
 """The number of the node that autograd makes next on this thread: it is the same for all inputs that a checkpointed
 region saves. A pack hook is told nothing but the tensor."""
-current_node = torch._C._current_autograd_node
+current_node: Callable[[], Any] = _torch("_C._current_autograd_node")
 """The node that autograd runs; None outside of backward. Hooks of a node (`Node.register_prehook`) would need one on
 every node of the graph."""
-interpreter = torch._C._functorch.peek_interpreter_stack
+interpreter: Callable[[], Any] = _torch("_C._functorch.peek_interpreter_stack")
 """The innermost transform of `torch.func`, to refuse those that differentiate. Nothing public tells of it."""
-DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+DIFFERENTIATING = (_torch("_C._functorch.TransformType.Grad"), _torch("_C._functorch.TransformType.Jvp"))
 """The transforms of `interpreter` that differentiate."""
 
 
@@ -98,16 +145,21 @@ def running_node() -> int | None:
 
 # ------------------------------------------------------------------------------------------------- memory of tensors
 
-swap_tensors = torch._C._swap_tensor_impl
+swap_tensors: Callable[[Tensor, Tensor], None] = _torch("_C._swap_tensor_impl")
 """Exchanges what two tensors are. `torch.utils.swap_tensors`, which is public, refuses tensors with weak references,
 as recurrent modules hold them."""
-foreach_copy_ = torch._foreach_copy_
+foreach_copy_: Callable[..., None] = _torch("_foreach_copy_")
 """Copies many tensors by one call. The public way is a `Tensor.copy_` for each, a kernel for each gradient."""
+
+
+_storage_uses = _torch("_C._storage_Use_Count")
+"""The count of `storage_uses`, by the address of a storage. No public function tells it."""
 
 
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors, views included, use the storage of `tensor`. Python's counts do not see tensors of C++."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    uses: int = _storage_uses(tensor.untyped_storage()._cdata)
+    return uses
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -122,28 +174,28 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------------------------------------------ operators
 
-softmax_backward = torch._softmax_backward_data
+softmax_backward: Callable[..., Tensor] = _torch("_softmax_backward_data")
 """The gradient of a softmax from its output. `torch.autograd.grad` would compute the softmax again."""
-cpu_has_avx512_bf16 = torch.cpu._is_avx512_bf16_supported
+cpu_has_avx512_bf16: Callable[[], bool] = _torch("cpu._is_avx512_bf16_supported")
 """Whether products in bf16 have an instruction. The public `get_cpu_capability` does not tell."""
-cpu_has_amx = torch.cpu._is_amx_tile_supported
+cpu_has_amx: Callable[[], bool] = _torch("cpu._is_amx_tile_supported")
 """Whether the CPU has AMX, which has products in bf16. The public `get_cpu_capability` does not tell."""
-cpu_has_amx_fp16 = torch.cpu._is_amx_fp16_supported
+cpu_has_amx_fp16: Callable[[], bool] = _torch("cpu._is_amx_fp16_supported")
 """Whether products in fp16 have an instruction. The public `get_cpu_capability` does not tell."""
-GROUPED_MM = torch.ops.aten._grouped_mm
+GROUPED_MM = _torch("ops.aten._grouped_mm")
 """The operator of `torch.nn.functional.grouped_mm`, which a dispatch mode sees under this name."""
-FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_ON_CPU = _torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
 """The operator of `scaled_dot_product_attention` on a CPU; torch's counter of operations has no entry for it."""
-FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH_ON_CPU_BACKWARD = _torch("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 """The operator of the backward of `FLASH_ON_CPU`; torch's counter of operations has no entry for it."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of the operators of `torch.distributed`, as a dispatch mode sees them."""
 
 # ------------------------------------------------------------------------------------------------------- process groups
 
-group_of_name = dist.distributed_c10d._resolve_process_group
+group_of_name: Callable[[str], dist.ProcessGroup] = _torch("distributed.distributed_c10d._resolve_process_group")
 """The process group of a name that an operator of `COLLECTIVES` was given. The public functions take groups only."""
-default_store = dist.distributed_c10d._get_default_store
+default_store: Callable[[], dist.Store] = _torch("distributed.distributed_c10d._get_default_store")
 """The store of the default process group. A public one would be a second connection, with an address to agree on."""
 
 
@@ -203,16 +255,16 @@ def fake_store() -> dist.Store:
 
 # ----------------------------------------------------------------------------------------- modules, optimizers, start
 
-Dropout = torch.nn.modules.dropout._DropoutNd
+Dropout: type[Any] = _torch("nn.modules.dropout._DropoutNd")
 """The base of all dropouts. A list of the public ones would miss the next."""
 IMPORTED_LATE = "torch._dynamo"
 """The module that fake tensors and checkpoints import at their first use. Its time is spent at a better moment by
 importing it, and no public module stands for it."""
 
 
-fused_adam = torch._fused_adam_
+fused_adam: Callable[..., None] = _torch("_fused_adam_")
 """Adam in one kernel. `torch.optim.adam.adam`, which is public, launches others beside it to count steps."""
-fused_adamw = torch._fused_adamw_
+fused_adamw: Callable[..., None] = _torch("_fused_adamw_")
 """As `fused_adam`, of AdamW."""
 
 
@@ -268,3 +320,33 @@ ATTRIBUTES = {
     "OpOverload._overloadpacket": "The operator of an overload: the key of torch's public `flop_registry`.",
 }
 """The private attributes that other files read or set in place, each with its reason."""
+_INSIDE = (
+    "torch.autograd.graph.Node._sequence_nr",
+    "torch.UntypedStorage._cdata",
+    "torch.Tensor._indices",
+    "torch.Tensor._values",
+    "torch.distributed.distributed_c10d._world",
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group",
+    "torch._C._distributed_c10d.Backend.Options._timeout",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.device_mesh.DeviceMesh._flatten",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch._C._profiler._ExperimentalConfig",
+)
+"""The private names that the functions above use."""
+_OWNERS = {"torch": torch, "Tensor": Tensor, "Module": nn.Module(), "OpOverload": torch.ops.aten.add.Tensor}
+"""Those owners of `ATTRIBUTES` that cost nothing to make; tests look at the others."""
+
+
+def _check(paths: Iterable[str]) -> None:
+    for path in paths:
+        owner, _, rest = path.partition(".")
+        if owner in _OWNERS:
+            _at(_OWNERS[owner], owner, rest)
+
+
+_check([*_INSIDE, *ATTRIBUTES])
+if (_sentence := untested()) is not None:
+    warnings.warn(_sentence, stacklevel=2)

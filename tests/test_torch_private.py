@@ -1,11 +1,12 @@
 """The private names of torch: one file has them all, each with its reason, and this torch has each of them.
 
-Reads that file and does not import it, since a name that torch has dropped would end the import.
+A torch that lacks one ends the import with a sentence that names it, and one newer than the tested ones is reported.
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from elixir_moe import torch_private
+from elixir_moe.errors import ConfigError, TorchVersionError
+
 PACKAGE = Path(__file__).parent.parent / "elixir_moe"
 HOME = PACKAGE / "torch_private.py"
 OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {HOME})
 TREE = ast.parse(HOME.read_text())
+ATTRIBUTES = torch_private.ATTRIBUTES
+IN_PLACE = {path.split(".")[1] for path in ATTRIBUTES}
 
 
 class _Subclass(torch.Tensor):
@@ -51,21 +57,6 @@ OWNERS: dict[str, Any] = {
     "DeviceMesh": DeviceMesh,
 }
 """What has private attributes: classes, or an instance where the constructor makes them."""
-USED = {
-    "running_node": ["Node._sequence_nr"],
-    "storage_id": ["Storage._cdata"],
-    "storage_uses": ["Storage._cdata"],
-    "sparse_parts": ["Tensor._indices", "Tensor._values"],
-    "devices_of": ["ProcessGroup._device_types"],
-    "backend_on": ["ProcessGroup._get_backend"],
-    "issued_on": ["Backend._get_sequence_number_for_group"],
-    "timeout_on": ["Options._timeout"],
-    "abort_together": ["ProcessGroupNCCL._group_start", "ProcessGroupNCCL._group_end"],
-    "root_mesh": ["DeviceMesh._get_root_mesh"],
-    "flattened": ["DeviceMesh._flatten"],
-    "mark_stepped": ["Optimizer._opt_called"],
-}
-"""The attributes that the functions of the file use."""
 if hasattr(dist, "ProcessGroupNCCL"):
     OWNERS["ProcessGroupNCCL"] = dist.ProcessGroupNCCL
 
@@ -73,6 +64,71 @@ if hasattr(dist, "ProcessGroupNCCL"):
 def is_private(name: str) -> bool:
     """Whether a name begins with one underscore."""
     return name.startswith("_") and not name.startswith("__")
+
+
+PRIVATE = {name for owner in OWNERS.values() for name in dir(owner) if is_private(name)}
+
+
+@pytest.mark.parametrize(
+    "path", [*ATTRIBUTES, "Optimizer._opt_called", "ProcessGroupNCCL._group_start", "ProcessGroupNCCL._group_end"]
+)
+def test_torch_has_every_attribute(path: str) -> None:
+    owner, name = path.split(".")
+    if owner == "ProcessGroupNCCL" and owner not in OWNERS:
+        pytest.skip("this torch has no NCCL")
+    assert hasattr(OWNERS[owner], name), f"torch {torch.__version__} has no {path}"
+
+
+def reasons() -> Iterator[tuple[str, str]]:
+    """Each name that the file has of torch, and why."""
+    yield from ATTRIBUTES.items()
+    yield from torch_private.IMPORTED.items()
+    for node, below in zip(TREE.body, [*TREE.body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name, ast.get_docstring(node) or ""
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and "_torch(" in ast.unparse(node):
+            said = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            yield ast.unparse(node).split(" =")[0], str(below.value.value) if said else ""
+
+
+def test_every_name_has_a_reason() -> None:
+    found = dict(reasons())
+    assert "Tensor._version" in found and "graph_task_id: Callable[[], int]" in found
+    assert not [name for name, reason in found.items() if len(reason.split()) < 2]
+
+
+def imported(setup: str) -> subprocess.CompletedProcess[str]:
+    """Imports the file in a process in which `setup` has changed torch."""
+    code = f"import torch, torch.utils._triton, torch.distributed.device_mesh\n{setup}\nimport elixir_moe.torch_private"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("setup", "name"),
+    [
+        ("del torch._C._current_graph_task_id", "torch._C._current_graph_task_id"),
+        ("del torch.utils._triton.has_triton", "has_triton"),
+        ("torch.nn.Module = type('Module', (), {})", "Module._parameters"),
+        (
+            "del torch.distributed.device_mesh.DeviceMesh._flatten",
+            "torch.distributed.device_mesh.DeviceMesh._flatten",
+        ),
+    ],
+    ids=["alias", "import", "attribute", "in a function"],
+)
+def test_a_torch_that_lacks_a_name_ends_the_import_with_it(setup: str, name: str) -> None:
+    done = imported(setup)
+    assert done.returncode and "TorchVersionError" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert name in last and torch.__version__ in last and torch_private.NEWEST in last
+    assert issubclass(TorchVersionError, ConfigError) and issubclass(TorchVersionError, ImportError)
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.11.0", 0), ("2.14.1+cu130", 0), ("2.15.0", 1), ("3.0.0a0", 1)])
+def test_a_torch_newer_than_the_tested_ones_is_reported(version: str, warned: int) -> None:
+    done = imported(f"torch.__version__ = torch.torch_version.TorchVersion('{version}')")
+    assert not done.returncode, done.stderr
+    assert done.stderr.count(f"torch {version} is newer than {torch_private.NEWEST}") == warned
 
 
 def dotted(node: ast.expr) -> str | None:
@@ -104,92 +160,6 @@ def paths_in(node: ast.AST, roots: dict[str, str]) -> Iterator[str]:
             root, _, rest = path.partition(".")
             if root in roots and any(map(is_private, rest.split("."))):
                 yield f"{roots[root]}.{rest}"
-
-
-def exported() -> dict[str, tuple[list[str], str]]:
-    """{name that the file exports: (paths in torch, reason)}."""
-    roots, found = roots_of(TREE), {}
-    imported = ast.literal_eval(_value_of("IMPORTED"))
-    for node, below in zip(TREE.body, [*TREE.body[1:], None], strict=True):
-        if isinstance(node, ast.ImportFrom) and any(map(is_private, (node.module or "").split("."))):
-            for alias in node.names:
-                found[alias.asname or alias.name] = [f"{node.module}.{alias.name}"], imported[alias.name]
-        elif isinstance(node, ast.Assign) and (paths := list(paths_in(node.value, roots))):
-            assert isinstance(below, ast.Expr), f"{ast.unparse(node)} has no reason"
-            found[ast.unparse(node.targets[0])] = paths, ast.literal_eval(below.value)
-        elif isinstance(node, ast.FunctionDef):
-            inner = [
-                f"{n.module}.{alias.name}" for n in ast.walk(node) if isinstance(n, ast.ImportFrom) for alias in n.names
-            ]
-            paths = [*paths_in(node, roots), *inner, *USED.get(node.name, [])]
-            found[node.name] = paths, ast.get_docstring(node) or ""
-    return {name: (paths, " ".join(reason.split())) for name, (paths, reason) in found.items()}
-
-
-def _value_of(name: str) -> ast.expr:
-    return next(n.value for n in TREE.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
-
-
-EXPORTED = exported()
-ATTRIBUTES: dict[str, str] = ast.literal_eval(_value_of("ATTRIBUTES"))
-IN_PLACE = {path.split(".")[1] for path in ATTRIBUTES}
-PRIVATE = {name for owner in OWNERS.values() for name in dir(owner) if is_private(name)}
-
-
-def lacks(path: str) -> bool:
-    """Whether this torch has no such path."""
-    first, *rest = path.split(".")
-    found: Any = OWNERS[first]
-    for i, name in enumerate(rest):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            try:
-                found = import_module(".".join([first, *rest[: i + 1]]))
-            except ImportError:
-                return True
-    return False
-
-
-def check(name: str, paths: list[str], reason: str) -> None:
-    """Fails with the name, what torch lacks, and the reason why it is needed."""
-    assert paths, f"{name} names nothing of torch: it does not belong here, or USED lacks it"
-    assert len(reason.split()) >= 3, f"{name} has no reason"
-    for path in paths:
-        assert not lacks(path), f"torch {torch.__version__} has no {path}, for which {name} stands: {reason}"
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_torch_has_every_name(name: str) -> None:
-    paths, reason = EXPORTED[name]
-    if paths == USED["abort_together"] and not hasattr(dist, "ProcessGroupNCCL"):
-        pytest.skip("this torch has no NCCL")
-    check(name, paths, reason)
-
-
-@pytest.mark.parametrize("path", ATTRIBUTES)
-def test_torch_has_every_attribute(path: str) -> None:
-    reason = ATTRIBUTES[path]
-    if reason.startswith("As `"):
-        other = reason.split("`")[1]
-        reason += " " + next(why for known, why in ATTRIBUTES.items() if known.split(".")[1] == other)
-    check(path, [path], reason)
-
-
-def test_a_name_that_torch_drops_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, reason = EXPORTED["graph_task_id"]
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    with pytest.raises(AssertionError) as caught:
-        check("graph_task_id", paths, reason)
-    assert "torch._C._current_graph_task_id" in str(caught.value)
-    assert reason in str(caught.value)
-
-
-def test_every_attribute_of_the_file_is_looked_for() -> None:
-    """Also those that its functions read of objects."""
-    looked_for = {name for paths, _ in EXPORTED.values() for path in paths for name in path.split(".")}
-    read = {node.attr for node in ast.walk(TREE) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    assert read <= looked_for
 
 
 def private_names(tree: ast.AST) -> list[str]:

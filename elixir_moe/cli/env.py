@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elixir_moe.kernels import cpu_features
+from elixir_moe.torch_private import NEWEST, OLDEST, untested
 
 
 def run(known: argparse.Namespace) -> int:
@@ -27,6 +28,7 @@ def run(known: argparse.Namespace) -> int:
         "devices": devices,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_adam": cpu_features(),
+        "torch_tested": untested() or f"{OLDEST} to {NEWEST}",
         "backends": [b for b in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(b)],
     }
     if known.json:

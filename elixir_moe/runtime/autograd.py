@@ -52,7 +52,7 @@ def in_function() -> bool:
     return frame is not None
 
 
-def _subclasses(kind: type) -> Iterator[Any]:
+def _subclasses(kind: Any) -> Iterator[Any]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

@@ -246,11 +246,15 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "(with model.hf, type: Literal['none', 'non_reentrant']" in shown, "and a model of Hugging Face"
 
 
-def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["versions"]["torch"] and facts["cpus"] >= 1
+    assert facts["versions"]["torch"] and facts["cpus"] >= 1 and facts["torch_tested"] == "2.11 to 2.14"
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("9.9.1"))
     assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "torch 9.9.1 is newer than 2.14" in shown
+    assert main(["env", "--json"]) == 0
     assert "torch" in capsys.readouterr().out
     assert main(["env", "--nonsense"]) == 2
 
