@@ -9,7 +9,7 @@ mistakes are answered at once. Exit codes:
     2    a setting, file, command-line value or plan is wrong: the same command would fail again
     3    stopped by the supervisor, with the state saved apart
     75   stopped by a signal, with the state saved; to be started again
-    130  interrupted
+    130  stopped by Ctrl-C: `train` saves its state first
 """
 
 import argparse

@@ -5,6 +5,7 @@ Owns its overrides and its exit codes. Decides nothing: `train/` trains.
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -24,17 +25,17 @@ def run(known: argparse.Namespace) -> int:
 
 def _requeue(number: int) -> NoReturn:
     """Ends this process on a signal before there is anything to save."""
-    text = launch.ended_early(number)
-    if not launch.leave_error(text, control.REQUEUE):
+    text, code = launch.ended_early(number), control.exit_code_of(number)
+    if not launch.leave_error(text, code):
         print(f"elixir-moe: {text}", file=sys.stderr)
-    leave(control.REQUEUE)
+    leave(code)
 
 
 def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     # Imported here, where signals are answered already.
     from elixir_moe.train import config as configs
     from elixir_moe.train.directory import check_directory, claim_directory
-    from elixir_moe.train.loop import Stopped, train
+    from elixir_moe.train.loop import DIVERGED, Stopped, train
     from elixir_moe.train.report import Console
     from elixir_moe.train.waiting import Waits
 
@@ -52,13 +53,26 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     try:
         summary = train(config, data, claim, Console(stderr=known.json, quiet=known.quiet), _end)
     except Stopped as stop:
-        if not (stop.exit_code and launch.leave_error(str(stop), stop.exit_code)) and rank_here() == 0:
-            print(f"elixir-moe: {stop}", file=sys.stderr)
+        resumes = stop.exit_code != DIVERGED
+        text = f"{stop}; {_resume(known.arguments, config.run.overwrite)}" if resumes else str(stop)
+        if not (stop.exit_code and launch.leave_error(text, stop.exit_code)) and rank_here() == 0:
+            print(f"elixir-moe: {text}", file=sys.stderr)
         return stop.exit_code
     if summary is not None and known.json:
         print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()
     return 0
+
+
+def _resume(arguments: Sequence[str], overwrite: bool) -> str:
+    """How a run goes on that was stopped. `overwrite`: its command would begin again."""
+    if launch.under_torchrun() and not launch.has_launcher():
+        return "the same command " + "with --run.overwrite false " * overwrite + "resumes it"
+    words = shlex.join(arguments)
+    if overwrite:
+        words = words.replace(" --run.overwrite true", "").replace(" --run.overwrite=true", "")
+        words += " --run.overwrite false"
+    return f"to resume it:\n  {launch.program()} {words}"
 
 
 def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:

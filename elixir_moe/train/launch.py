@@ -1,14 +1,18 @@
 """Several ranks on this machine: the short form of `torchrun --standalone --nproc-per-node N -m elixir_moe ...`.
 
 Owns the start of the ranks through torchrun's own agent, and the path of a rank's error to the user: each rank writes
-its error to the file torchrun gave it, and the launcher prints the first one, once. The launcher passes SIGTERM and
-SIGUSR1 on to the ranks, which save and end with a special exit code; torchrun's own agent would give them 30 seconds
-and lose the code. Never restarts anything.
+its error to the file torchrun gave it, and the launcher prints the first one, once. The launcher passes Ctrl-C, SIGTERM
+and SIGUSR1 on to the ranks, which save and end with a special exit code; torchrun's own agent would give them 30
+seconds and lose the code. Ranks have sessions of their own, so a terminal's Ctrl-C reaches the launcher only. Never
+restarts anything.
 """
 
 import json
 import logging
 import os
+import shlex
+import shutil
+import signal
 import sys
 import time
 import uuid
@@ -53,13 +57,13 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 
     Raises:
         RanksFailed: a rank failed, or stopped at a signal; the others were ended.
-        KeyboardInterrupt: launcher and ranks were interrupted.
+        KeyboardInterrupt: a second Ctrl-C ended launcher and ranks at once.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from elixir_moe.train.control import REQUEUE, answering
+    from elixir_moe.train.control import answering, exit_code_of
 
     received: list[int] = []
 
@@ -84,25 +88,38 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those that are not passed on
+        signals_to_handle="SIGHUP,SIGQUIT",  # those that are not passed on
     )
     try:
         with answering(pass_on):
             elastic_launch(config, sys.executable)("-m", "elixir_moe", *arguments)
     except ChildFailedError as error:
+        if received.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt from None
         failure = _first_failure(error.failures, asked=bool(received))
         if failure is None:  # the signal came before the ranks could handle it
-            failure = RanksFailed(ended_early(received[0]), REQUEUE)
+            failure = RanksFailed(ended_early(received[0]), exit_code_of(received[0]))
         raise failure from None
     except (SignalException, KeyboardInterrupt) as error:
         if received:
-            raise RanksFailed(ended_early(received[0]), REQUEUE) from None
+            raise RanksFailed(ended_early(received[0]), exit_code_of(received[0])) from None
         raise KeyboardInterrupt(str(error)) from None
 
 
 def ended_early(number: int) -> str:
     """The message for a run that a signal ended before its first step."""
-    return f"ended by signal {number} before the first step; the same command starts it again"
+    from elixir_moe.train.control import named
+
+    return f"ended by {named(number)} before the first step; the same command starts it again"
+
+
+def program() -> str:
+    """This program as a command for the shell that started it."""
+    own = Path(sys.executable).with_name("elixir-moe")
+    if shutil.which("elixir-moe") == str(own):
+        return "elixir-moe"
+    path = os.path.relpath(own)
+    return shlex.quote(str(own) if path.startswith("..") else path)
 
 
 def _children() -> list[int]:
@@ -134,11 +151,11 @@ def leave_error(text: str, exit_code: int) -> bool:
 def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> RanksFailed | None:
     """The failure that caused the others: a killed rank, or else the first rank that raised.
 
-    Ranks killed by SIGTERM or SIGUSR1 come last, because SIGTERM ends the other ranks. If the ranks were `asked` to
-    end, the failure is that of a rank that reports it; None if none does.
+    Ranks that died of a signal that is passed on come last, because SIGTERM ends the other ranks. If the ranks were
+    `asked` to end, the failure is that of a rank that reports it; None if none does.
     """
 
-    from elixir_moe.train.control import REQUEUE, SIGNALS
+    from elixir_moe.train.control import SIGNALS, exit_code_of
 
     def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, bool, float]:
         failure = item[1]
@@ -150,11 +167,11 @@ def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> Ran
     rank, failure = min(failures.items(), key=order)
     own = _own(failure)
     if own:
-        return RanksFailed(f"[rank {rank}] {own['text']}", own["exit_code"])
+        return RanksFailed(("" if asked else f"[rank {rank}] ") + own["text"], own["exit_code"])
     if asked:
         return None
     if -failure.exitcode in SIGNALS:
-        return RanksFailed(ended_early(-failure.exitcode), REQUEUE)
+        return RanksFailed(ended_early(-failure.exitcode), exit_code_of(-failure.exitcode))
     reason = failure.message if failure.exitcode < 0 else f"exit code {failure.exitcode}, without a message"
     return RanksFailed(f"[rank {rank}] {reason}", 1)
 

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ from elixir_moe.train import memory, settings
 from elixir_moe.train.activations import distributions
 from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig, identity
-from elixir_moe.train.control import REQUEUE, Control, ControlFile, Signals
+from elixir_moe.train.control import INTERRUPTED, Control, ControlFile, Signals, exit_code_of, named
 from elixir_moe.train.data import Data
 from elixir_moe.train.directory import CONTROL, TENSORBOARD, Claim, extra_of
 from elixir_moe.train.memory import Scarcity
@@ -99,9 +99,10 @@ def train(
         ElixirError: any error of the library.
     """
     torch.set_num_threads(config.run.threads)
+    loops: list[Loop] = []
     with ExitStack() as stack:
         mesh = init_mesh(config.run.tp, timeout=timedelta(seconds=config.run.timeout_seconds))
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals(partial(_interrupt, loops), tells=claim is not None))
         store = default_store()
         timeout = world_timeout().total_seconds()
         watchdog = stack.enter_context(
@@ -109,7 +110,6 @@ def train(
         )
         scarcity = Scarcity(config)
         while True:
-            loops: list[Loop] = []
             try:
                 return _train(config, data, claim, console, mesh, signals, watchdog, loops)
             except Stopped:
@@ -208,6 +208,13 @@ def _explained(error: Exception, watchdog: Watchdog) -> Exception:
     return ElixirError(f"{error}. {found}" if found else str(error))
 
 
+def _interrupt(loops: Sequence["Loop"]) -> NoReturn:
+    """Ends this process at the second Ctrl-C, on another thread: the main thread may wait for other ranks."""
+    for loop in loops:
+        loop.interrupted()
+    os._exit(INTERRUPTED)
+
+
 def _end(reason: str) -> None:
     print(f"[rank {dist.get_rank()}] {reason}", file=sys.stderr, flush=True)
     os._exit(1)
@@ -270,7 +277,7 @@ class Loop:
         self._apply(agreed.control, first=True)
         self._status("running")
         if agreed.signal:
-            self._stop(f"before step {self._first + 1} by signal {agreed.signal}", REQUEUE)
+            self._stop(f"before step {self._first + 1} by {named(agreed.signal)}", exit_code_of(agreed.signal))
 
     def _conclude(self) -> Summary | None:
         """Writes sample, weights and summary; all communication comes before rank 0 writes alone."""
@@ -470,17 +477,20 @@ class Loop:
         control = self._apply(agreed.control)
         if agreed.signal or control.stop:
             self.keeper.save(asynchronous=False, must=True)
-            why = f"signal {agreed.signal}" if agreed.signal else CONTROL
+            why = named(agreed.signal) if agreed.signal else CONTROL
             text = f"after step {step} by {why}; the state is saved in {self.keeper.latest}"
-            self._stop(text, REQUEUE if agreed.signal else 0)
+            self._stop(text, exit_code_of(agreed.signal) if agreed.signal else 0)
         if control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
             self.keeper.save(asynchronous=self.config.save.asynchronous)
 
     def _stop(self, text: str, exit_code: int) -> NoReturn:
         self._event("stopped", text)
         self._status("stopped", text)
-        again = "the same command" + " with --run.overwrite false" * self.config.run.overwrite
-        raise Stopped(f"stopped {text}; {again} goes on from there", exit_code)
+        raise Stopped(f"stopped {text}", exit_code)
+
+    def interrupted(self) -> None:
+        """Writes that the run ended without a save; on another thread."""
+        self._status("stopped", "at once, by a second Ctrl-C")
 
     def _apply(self, control: Control | None, *, first: bool = False) -> Control:
         """Applies new settings. On the `first` call, ignores save and stop, which were meant for an earlier start."""

@@ -13,6 +13,7 @@ import pytest
 
 from elixir_moe.train import settings
 from elixir_moe.train.config import PlanConfig
+from elixir_moe.train.launch import program
 from elixir_moe.train.memory import smaller
 from tests.support.cases import with_further
 from tests.support.checkpoint_cases import assert_same
@@ -87,7 +88,10 @@ def test_the_rcache_shrinks_first_and_then_the_micro_batch(
 
 @pytest.mark.slow
 @pytest.mark.fault(36)
-def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
+def test_a_signal_to_the_launcher_of_the_short_form_saves_too(
+    number: int, code: int, name: str, tmp_path: Path
+) -> None:
     """It comes when a step has been told of; there are more steps than any test can wait for."""
     out = tmp_path / "out"
     write_settings(out, steps=10**6)
@@ -96,11 +100,12 @@ def test_a_signal_to_the_launcher_of_the_short_form_saves_too(tmp_path: Path) ->
     with subprocess.Popen(command, env=options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert any("  loss " in line for line in run.stdout), "a line for a step"
-        run.send_signal(signal.SIGTERM)
+        run.send_signal(number)
         _, said = run.communicate(timeout=200)
     status = written(out)["status"]
-    assert run.returncode == 75, said
-    assert f"stopped after step {status['step']} by signal 15" in said and status["state"] == "stopped"
+    assert run.returncode == code, said
+    assert f"stopped after step {status['step']} by {name}" in said and status["state"] == "stopped"
+    assert f"to resume it:\n  {program()} train --nproc 2 --config {out}.yaml\n" in said
     assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}" and Path(status["checkpoint"]).is_dir()
 
 
@@ -126,7 +131,7 @@ def test_a_signal_before_there_is_anything_to_save_asks_to_be_started_again(wher
     options = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     done = subprocess.run(command, env=options, capture_output=True, text=True, timeout=200)
     assert done.returncode == 75, done.stderr
-    assert "ended by signal 15 before the first step; the same command starts it again" in done.stderr
+    assert "ended by SIGTERM before the first step; the same command starts it again" in done.stderr
     assert "Traceback" not in done.stderr and not list(out.glob("checkpoints/*"))
 
 

@@ -1,7 +1,10 @@
 """The table of faults: each row has a test that bears its number. And the small ones that have no file of their own."""
 
 import ast
+import os
 import re
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 
 from elixir_moe.cli.main import main
 from elixir_moe.memory import slabs as tiers
+from elixir_moe.train.control import Signals
 from elixir_moe.train.directory import claim_directory
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of, text_of
@@ -67,6 +71,35 @@ def test_a_second_signal_while_the_first_is_answered_changes_nothing(
     for found in stopped:
         assert found["ended"].startswith("75 stopped after step 4") and found["checkpoints"][-1] == "step-00000004"
     assert ranks(2).run(run, config)[0]["ended"] == ""
+
+
+@pytest.mark.fault(37)
+def test_a_second_ctrl_c_ends_a_run_whose_main_thread_is_blocked(capfd: pytest.CaptureFixture[str]) -> None:
+    """The main thread waits here until the second Ctrl-C has been answered on another thread."""
+    ended = threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told pytest to ignore it
+    try:
+        with Signals(ended.set, tells=True) as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not ended.is_set() and signals.received == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGINT)
+            assert ended.wait(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err.count("a second Ctrl-C ends it at once") == 1
+
+
+def test_a_signal_that_this_process_ignores_stays_ignored() -> None:
+    """As a shell's background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals(pytest.fail, tells=True) as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signals.received == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.fault(7)

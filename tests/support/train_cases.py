@@ -167,6 +167,7 @@ def _starve(training: Training, _here: bool) -> None:
 
 
 FAULTS: dict[str, Callable[[Training, bool], None]] = {
+    "SIGINT": _signal(signal.SIGINT),
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR1": _signal(signal.SIGUSR1),
     "SIGTERM twice": _twice,

@@ -39,14 +39,18 @@ def test_the_last_checkpoints_are_kept_and_the_last_step_is_one(unbroken: tuple[
 
 
 @pytest.mark.fault(36, 38, 39)
-@pytest.mark.parametrize(("name", "on"), [("SIGTERM", 1), ("SIGUSR1", 0)])
+@pytest.mark.parametrize(
+    ("name", "on", "code", "said"),
+    [("SIGINT", 0, 130, "Ctrl-C"), ("SIGTERM", 1, 75, "SIGTERM"), ("SIGUSR1", 0, 75, "SIGUSR1")],
+)
 def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_goes_on(
-    name: str, on: int, unbroken: tuple[Path, dict[str, Any]], ranks: Ranks, tmp_path: Path
+    name: str, on: int, code: int, said: str, unbroken: tuple[Path, dict[str, Any]], ranks: Ranks, tmp_path: Path
 ) -> None:
     config = settings_of(tmp_path / "out")
     stopped = ranks(2).run(run, config, {3: name}, on)
     for found in stopped:
-        assert found["ended"].startswith("75 stopped after step 4 by signal"), "it came behind the agreement of step 3"
+        expected = f"{code} stopped after step 4 by {said}; the state is saved in "
+        assert found["ended"].startswith(expected), "it came behind the agreement of step 3"
         assert found["status"]["state"] == "stopped" and found["checkpoints"][-1] == "step-00000004"
     found = ranks(2).run(run, config)[0]
     assert found["events"][-1][0] == "resumed"
@@ -62,7 +66,7 @@ def test_a_signal_before_the_first_step_changes_nothing(
     config = settings_of(tmp_path / "out")
     for saved, step in (([], 1), (["step-00000002", "step-00000004"], 5)):
         for found in ranks(2).run(run, config, {0: "SIGTERM"}, 1):
-            assert found["ended"].startswith(f"75 stopped before step {step} by signal 15; the same command goes on")
+            assert found["ended"].startswith(f"75 stopped before step {step} by SIGTERM")
             assert found["status"]["state"] == "stopped" and found["checkpoints"] == saved
         found = ranks(2).run(run, config, {3: "SIGTERM"} if not saved else None)[0]
     assert_like(found, tmp_path / "out", unbroken)
