@@ -36,7 +36,8 @@ M = TypeVar("M", bound=nn.Module)
 _CASTS_TO = ("*.DenseReluDense.wo", "*.mlp.wo", "*.expert_*.wo", "*.indexer.weights_proj")
 """T5 and its kin, and the indexers of sparse attention, cast what they give these layers to the dtype of their weight.
 """
-_NEVER = ("*lm_head*", "*embed*", "*router*", "*.gate", "*lora_*", "*.dt_proj", *_CASTS_TO)
+_SMALL = ("*lm_head*", "*embed*", "*router*", "*.gate", "*.gate.*", "*.shared_expert_gate", "*lora_*")
+_NEVER = (*_SMALL, "*.dt_proj", *_CASTS_TO)
 """Modules that stay as they are unless `targets` names them: they are small, or decide much. Mamba's mixers read the
 weight of `dt_proj` themselves, where bytes would be numbers."""
 
@@ -52,8 +53,10 @@ class _Weight:
     """In the model."""
 
     def matches(self, patterns: Sequence[str]) -> bool:
-        """Whether a pattern has the name of the parameter, or of its module."""
-        return any(fnmatchcase(name, p) for p in patterns for name in (self.name, self.name.rpartition(".")[0]))
+        """Whether a pattern has the name of the parameter or of its module, with or without peft's ``base_layer``."""
+        parameters = (self.name, self.name.replace(".base_layer.", "."))
+        names = (*parameters, *(name.rpartition(".")[0] for name in parameters))
+        return any(fnmatchcase(name, p) for p in patterns for name in names)
 
 
 def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = None, skip: str | Sequence[str] = ()) -> M:

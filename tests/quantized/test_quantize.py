@@ -1,6 +1,7 @@
 """`quantize`: which weights become bytes, and that the model then computes what its decoded weights would."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,6 +80,40 @@ def test_the_choice_by_default_is_frozen_weights_in_blocks() -> None:
     }
     assert all(not p.requires_grad for p in m.parameters() if p.dtype == torch.uint8)
     assert m.blocks[0].up.bias.dtype == torch.float32
+
+
+def qwen2_moe() -> nn.Module:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    return Qwen2MoeForCausalLM(config)
+
+
+def zaya() -> nn.Module:
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    config = ZayaConfig(
+        vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        moe_intermediate_size=64, num_experts=4, router_hidden_size=64, eos_token_id=1,
+    )  # fmt: skip
+    return ZayaForCausalLM(config)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("build", "stays"), [(qwen2_moe, "shared_expert_gate"), (zaya, "mlp.gate.down_proj")])
+def test_gates_and_routers_stay(build: Callable[[], nn.Module], stays: str, adapted: bool) -> None:
+    """Also where peft has put them inside a layer of its own, as ``base_layer``."""
+    model: Any = build().requires_grad_(False)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", stays]))
+    em.quantize(model, "nf4")
+    kept = [p.dtype for name, p in model.named_parameters() if f"{stays}." in name and "lora_" not in name]
+    assert kept == [torch.float32] * len(kept) and kept
+    assert any(p.dtype is torch.uint8 for name, p in model.named_parameters() if "q_proj" in name)
 
 
 def test_a_convolution_is_no_stack_of_experts() -> None:
