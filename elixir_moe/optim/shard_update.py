@@ -37,7 +37,7 @@ from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import UNCUT, pattern_of
-from elixir_moe.parallel.tiles import tile_of, whole_shape
+from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
 from elixir_moe.runtime.chunk import Chunk
 
 
@@ -50,7 +50,7 @@ class TrainedPiece:
     group: int
     """Index into `param_groups`."""
     name: str = ""
-    """The parameter's first name in the model."""
+    """The first name of the logical parameter, of which a tile is a part."""
     first: int = 0
     """The number of the piece's first element in the logical parameter."""
     steps: int = 0
@@ -391,7 +391,7 @@ def trained_pieces(
                 parameter=parameter,
                 piece=piece,
                 group=group_of[parameter],
-                name=name_of(parameter),
+                name=whole_name(name_of(parameter), parameter),
                 first=_first_of(parameter, tuple(local.shape)) + piece.offset,
             )
             for parameter, local, piece in zip(chunk.parameters, chunk.locals, chunk.pieces, strict=True)

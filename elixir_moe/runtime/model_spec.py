@@ -4,6 +4,7 @@ Owns `ModelSpec`, the conversion of a parameter with its pattern to a `ParamSpec
 model. Reads shapes and dtypes, never data.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,6 +18,7 @@ from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precisi
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use, regions_of
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.plain_state import keys_of, persistent_buffers
@@ -139,7 +141,8 @@ def param_specs(
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
         ConfigError: a pattern's `reduce_dtype` is neither fp32 nor the compute dtype; the state is narrow and no
-            parameter has it; or a parameter whose master is to be bf16 is computed in another dtype.
+            parameter has it; a parameter whose master is to be bf16 is computed in another dtype; or a tile begins
+            inside a block of int8 moments.
     """
     names = names_of(model)
     ranks: dict[int, tuple[int, ...]] = {}  # found once a pattern: there may be thousands of ranks
@@ -150,7 +153,7 @@ def param_specs(
             ranks[id(pattern)] = pattern.replicate_ranks
         found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype, reduce_dtype)
         if precision.is_narrow and p.requires_grad and takes_narrow_state(names[p][0], found[p].shape, narrow_state):
-            found[p] = replace(found[p], key=_narrowed(found[p], precision))
+            found[p] = replace(found[p], key=_narrowed(p, found[p], precision))
     trainable = [spec.name for spec in found.values() if spec.key.trainable]
     if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):
         raise ConfigError(
@@ -161,11 +164,18 @@ def param_specs(
     return found
 
 
-def _narrowed(spec: ParamSpec, precision: Precision) -> ChunkGroupKey:
+def _narrowed(p: nn.Parameter, spec: ParamSpec, precision: Precision) -> ChunkGroupKey:
     if precision.master == "bf16" and spec.key.dtype != torch.bfloat16:
         raise ConfigError(
             f"master='bf16': parameter {spec.name!r} is computed in {spec.key.dtype}, and its compute shard is to be "
             f"the master: wrap with compute_dtype=torch.bfloat16, or leave the parameter out with narrow_state"
+        )
+    first = 0 if (tile := tile_of(p)) is None else tile.start * math.prod(spec.shape[1:])
+    if precision.moments == "int8" and first % CODE_BLOCK:
+        raise ConfigError(
+            f"moments='int8': a tile of parameter {spec.name!r} begins at element {first}, inside a block of "
+            f"{CODE_BLOCK} that share an exponent: tile with a larger at_most, so that a tile holds a whole number of "
+            f"blocks, take moments='bf16', or leave the parameter out with narrow_state"
         )
     return replace(spec.key, precision=precision)
 

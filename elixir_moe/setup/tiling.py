@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.moe.fused import (
     Adapters,
@@ -53,8 +54,9 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     module that has been tiled has no ``weight``. Names and shapes in `full_state_dict`, `save` and `save_pretrained`
     stay those of the whole parameters. Hooks of a tiled module run as before, with the tiled module for the whole one.
 
-    Backward gathers a tile's weight again, so a checkpointed region too holds a few tiles at a time. Tiles of frozen
-    Linear layers begin at multiples of 128 rows, where a tile may have as many, so that none cuts a quantized block.
+    Backward gathers a tile's weight again, so a checkpointed region too holds a few tiles at a time. No tile cuts a
+    block where a tile may have so many rows: tiles of frozen Linear layers begin at multiples of 128 rows, as quantized
+    blocks do, and those of trainable parameters at multiples of 256 elements, as blocks of int8 moments do.
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
@@ -276,9 +278,14 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
 def _cuts(rows: int, most: int, weight: nn.Parameter) -> list[int]:
     """The rows at which tiles of at most `most` rows begin, and their number.
 
-    A frozen weight that may become bytes is cut between blocks where a tile can hold one.
+    Where a tile can hold one, a cut is between blocks: those of a frozen weight that may become bytes, and those of a
+    trainable one whose moments may become codes.
     """
-    block = FP8_BLOCK if weight.dim() == 2 and not weight.requires_grad and most >= FP8_BLOCK else 1
+    if weight.requires_grad:
+        block = CODE_BLOCK // math.gcd(CODE_BLOCK, weight[0].numel())
+    else:
+        block = FP8_BLOCK if weight.dim() == 2 else 1
+    block = block if most >= block else 1
     blocks = math.ceil(rows / block)
     count = math.ceil(blocks / (most // block))
     return [min(blocks * index // count * block, rows) for index in range(count + 1)]

@@ -380,3 +380,85 @@ def test_experts_have_the_bits_of_their_place_in_the_stack(state: tuple[str, str
     found = ranks(2).run(of_experts, 2, given)
     assert torch.equal(torch.cat(found), whole)
     assert not torch.equal(whole, Experts(slice(None)).layers[0].weight)
+
+
+# --------------------------------------------------------------------------------------------------- tiled parameters
+
+
+class Product(nn.Module):
+    """Linear layers side by side whose outputs are multiplied by given numbers, so that gradients are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(32, 48, bias=False), nn.Linear(96, 24, bias=False)])
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        first, second = self.layers
+        return (first(x[:, :32]) * factors).float().sum() + (second(x) * factors[:, :24]).float().sum()
+
+
+def of_product(
+    at_most: int | None, state: dict[str, str], steps: int = 4, loaded: Path | None = None, to: Path | None = None
+) -> dict[str, Tensor]:
+    """(rank) The weights of the model, tiled or whole, after so many steps with the same gradient on each rank."""
+    model: Any = Product().to(BF16)
+    if at_most is not None:
+        em.tile(model, at_most=at_most)
+        assert len(list(model.parameters())) > 4
+    model, optimizer = em.wrap(
+        model, torch.optim.AdamW(model.parameters(), **SETTINGS), plan=em.Plan.zero3(**state), device="cpu"
+    )
+    begun = 0 if loaded is None else em.load(loaded, model, optimizer)
+    for step in range(begun, steps):
+        draw = torch.Generator().manual_seed(step)
+        x, factors = (torch.randint(-3, 4, (1, n), generator=draw).to(BF16) for n in (96, 48))
+        model(x, factors).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if to is not None:
+        em.save(to, model, optimizer, extra=steps)
+    found = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return found
+
+
+AT_MOST = 2 * 1024
+"""Bytes of a tile: 32 and 10 rows, of which 32 and 8 are whole blocks of codes."""
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_tiles_have_the_bits_of_the_whole_parameter(state: tuple[str, str], ranks: Ranks) -> None:
+    given = dict(zip(("master", "moments"), state, strict=True))
+    (whole,) = ranks(1).run(of_product, None, given)
+    for world in (1, 2):
+        for found in ranks(world).run(of_product, AT_MOST, given):
+            for name, value in whole.items():
+                assert torch.equal(found[name], value), (world, name)
+
+
+def test_a_checkpoint_of_tiles_continues_as_the_whole_model_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    given = {"master": "bf16", "moments": "int8"}
+    (whole,) = ranks(1).run(of_product, None, given)
+    for kept, then in ((AT_MOST, None), (None, AT_MOST)):
+        folder = tmp_path / f"{kept}"
+        ranks(2).run(of_product, kept, given, 2, to=folder)
+        (found,) = ranks(1).run(of_product, then, given, loaded=folder)
+        for name, value in whole.items():
+            assert torch.equal(found[name], value), (kept, name)
+
+
+def refused_tiles() -> str:
+    """(rank) The message for tiles of 3 rows of 32 elements, which cut blocks of 256."""
+    with pytest.raises(em.ConfigError) as caught:
+        of_product(2 * 3 * 96, {"master": "bf16", "moments": "int8"})
+    return str(caught.value)
+
+
+def test_a_tile_inside_a_block_is_refused_by_name(ranks: Ranks) -> None:
+    (error,) = ranks(1).run(refused_tiles)
+    for words in ("layers.1.weight[3:6]", "begins at element 288", "block of 256", "larger at_most", "moments='bf16'"):
+        assert words in error
+    (whole,) = ranks(1).run(of_product, None, {"master": "bf16", "moments": "bf16"})
+    (found,) = ranks(1).run(of_product, 2 * 3 * 96, {"master": "bf16", "moments": "bf16"})
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
