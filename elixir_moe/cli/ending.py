@@ -4,9 +4,11 @@ Owns both for the verbs. Starts nothing.
 """
 
 import os
+import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 from elixir_moe.errors import ConfigError
@@ -16,7 +18,10 @@ _SECONDS_FOR_RANK_0 = 10.0
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once."""
+    """Ends this process at once, and stopped ranks, for which torchrun would wait."""
+    for process in launch.stopped_ranks().values():
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads and process groups would wait for ranks that are gone
@@ -25,7 +30,10 @@ def leave(code: int) -> NoReturn:
 def tell(error: Exception, exit_code: int, traced: bool) -> None:
     """Prints an error, only once if several ranks have the same one."""
     text = "".join(traceback.format_exception(error)) if traced else f"{type(error).__name__}: {error}"
-    if launch.leave_error(text, exit_code):
+    stopped = launch.stopped_ranks()
+    for rank, process in stopped.items():
+        text = f"rank {rank} (process {process}) is stopped by a signal, so it is killed. {text}"
+    if launch.leave_error(text, exit_code, stopped):
         return
     rank = rank_here()
     if rank and exit_code == 2:

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -69,7 +69,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        ranks = _children()
+        ranks = [rank for rank, state in _children(os.getpid()) if state != "Z"]
         if not ranks:
             raise KeyboardInterrupt
         for rank in ranks:
@@ -122,24 +122,42 @@ def program() -> str:
     return shlex.quote(str(own) if path.startswith("..") else path)
 
 
-def _children() -> list[int]:
-    """Living child processes of this process."""
-    found = []
+def _children(parent: int) -> Iterator[tuple[int, str]]:
+    """(process, state as in /proc) of the children of a process."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
-            found += [int(path.parent.name)] if int(parent) == os.getpid() and state != "Z" else []
+            state, its_parent, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(its_parent) == parent:
+                yield int(path.parent.name), state
+
+
+def stopped_ranks() -> dict[int, int]:
+    """{rank: process} of the ranks of this torchrun that are stopped, as by SIGSTOP.
+
+    A failed rank kills them: they do not hear torchrun's SIGTERM, and torchrun would wait 30 seconds for them.
+    """
+    found: dict[int, int] = {}
+    mark = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID')}"
+    for process, state in _children(os.getppid()) if under_torchrun() else ():
+        with suppress(OSError):
+            has = Path(f"/proc/{process}/environ").read_text(errors="replace").split("\0") if state == "T" else []
+            ranks = [int(text[5:]) for text in has if text.startswith("RANK=")]
+            if mark in has and ranks:
+                found[ranks[0]] = process
     return found
 
 
-def leave_error(text: str, exit_code: int) -> bool:
-    """Writes this rank's error to the launcher's error file; False if there is no such launcher."""
+def leave_error(text: str, exit_code: int, stopped: Iterable[int] = ()) -> bool:
+    """Writes this rank's error to the launcher's error file; False if there is no such launcher.
+
+    `stopped`: the ranks that this one kills, which the text names already.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not has_launcher() or not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     # torchrun's own fields have whole seconds only, too coarse to tell cause from consequence.
-    own = {"seconds": time.time(), "text": text, "exit_code": exit_code}
+    own = {"seconds": time.time(), "text": text, "exit_code": exit_code, "stopped": list(stopped)}
     temporary = Path(path).with_suffix(".part")
     temporary.write_text(
         json.dumps({"message": {"message": text, "extraInfo": extra}, "elixir": own}), encoding="utf-8"
@@ -149,19 +167,22 @@ def leave_error(text: str, exit_code: int) -> bool:
 
 
 def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> RanksFailed | None:
-    """The failure that caused the others: a killed rank, or else the first rank that raised.
+    """The failure that caused the others: a rank killed from outside, or else the first rank that raised.
 
-    Ranks that died of a signal that is passed on come last, because SIGTERM ends the other ranks. If the ranks were
-    `asked` to end, the failure is that of a rank that reports it; None if none does.
+    Ranks that died of a signal that is passed on come last, because SIGTERM ends the other ranks; so do stopped ranks,
+    which a rank that names them has killed. If the ranks were `asked` to end, the failure is that of a rank that
+    reports it; None if none does.
     """
 
     from elixir_moe.train.control import SIGNALS, exit_code_of
 
+    stopped = {rank for failure in failures.values() for rank in _own(failure).get("stopped", ())}
+
     def order(item: tuple[int, "ProcessFailure"]) -> tuple[bool, bool, float]:
-        failure = item[1]
+        rank, failure = item
         own = _own(failure)
         killed = failure.exitcode < 0
-        told = -failure.exitcode in SIGNALS
+        told = -failure.exitcode in SIGNALS or rank in stopped
         return told, (not own if asked else not killed), own.get("seconds", failure.timestamp)
 
     rank, failure = min(failures.items(), key=order)

@@ -389,6 +389,7 @@ def ended(code: int, at: float, **own: Any) -> Any:
         ({0: ended(75, 2.0, text="asked to", exit_code=75), 1: ended(-15, 1.0)}, 75, r"\[rank 0\] asked to"),
         ({0: ended(1, 2.0), 1: ended(-15, 1.0)}, 1, r"\[rank 0\] exit code 1, without a message"),
         ({0: ended(1, 1.0, text="wrong", exit_code=1), 1: ended(-9, 2.0)}, 1, r"\[rank 1\] killed"),
+        ({0: ended(1, 2.0, text="stuck", exit_code=1, stopped=[1]), 1: ended(-9, 1.0)}, 1, r"\[rank 0\] stuck"),
         ({1: ended(-15, 1.0)}, 75, "ended by SIGTERM before the first step"),
         ({1: ended(-2, 1.0)}, 130, "ended by Ctrl-C before the first step"),
     ],

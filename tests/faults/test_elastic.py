@@ -13,7 +13,7 @@ import pytest
 
 from elixir_moe.train import settings
 from elixir_moe.train.config import PlanConfig
-from elixir_moe.train.launch import program
+from elixir_moe.train.launch import _children, program
 from elixir_moe.train.memory import smaller
 from tests.support.cases import with_further
 from tests.support.checkpoint_cases import assert_same
@@ -107,6 +107,29 @@ def test_a_signal_to_the_launcher_of_the_short_form_saves_too(
     assert f"stopped after step {status['step']} by {name}" in said and status["state"] == "stopped"
     assert f"to resume it:\n  {program()} train --nproc 2 --config {out}.yaml\n" in said
     assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}" and Path(status["checkpoint"]).is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_does_not_hold_the_launcher_back_and_is_named(rank: int, tmp_path: Path) -> None:
+    """The rank that waits for it in vain kills it: the launcher would, 30 seconds later, and blame it for that."""
+    out = tmp_path / "out"
+    write_settings(out, steps=10**6, timeout_seconds=5.0)
+    command = [sys.executable, "-m", "elixir_moe", "train", "--nproc", "2", "--config", f"{out}.yaml"]
+    options = environment(PYTHONUNBUFFERED="1")
+    with subprocess.Popen(command, env=options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any("  loss " in line for line in run.stdout), "a line for a step"
+        stopped = next(
+            process
+            for process, _ in _children(run.pid)
+            if f"\0RANK={rank}\0" in Path(f"/proc/{process}/environ").read_text()
+        )
+        os.kill(stopped, signal.SIGSTOP)
+        _, said = run.communicate(timeout=200)
+    assert run.returncode == 1, said
+    assert f"[rank {1 - rank}] rank {rank} (process {stopped}) is stopped by a signal, so it is killed. " in said
 
 
 EARLY = {
