@@ -6,6 +6,7 @@ that is not interrupted, and the hash of a parameter in Python's whole numbers.
 
 import contextlib
 import gc
+import importlib
 import io
 import re
 import runpy
@@ -19,6 +20,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -463,6 +465,14 @@ def own_adapters_trained(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+_NEEDED = importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION
+needs_add_adapter = pytest.mark.skipif(
+    Version(peft.__version__) < Version(_NEEDED),
+    reason=f"add_adapter of this transformers needs peft {_NEEDED}, and peft {peft.__version__} is installed",
+)
+
+
+@needs_add_adapter
 def test_adapters_of_transformers_own_train_as_in_torch_and_are_saved_as_it_saves_them(
     tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -482,6 +492,7 @@ def test_adapters_of_transformers_own_train_as_in_torch_and_are_saved_as_it_save
         assert torch.equal(value, trained[key]), key
 
 
+@needs_add_adapter
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_target_that_peft_does_not_find_in_a_model_itself_is_named() -> None:

@@ -132,12 +132,10 @@ def test_a_model_trains_as_in_a_plain_loop(case: str, folders: Path, ranks: Rank
     found = ranks(1).run(run, one, None, 0, True)[0]
     assert found["ended"] == "" and found["status"]["state"] == "done"
     losses = [line["loss"] for line in found["metrics"]]
-    if "experts" in case:  # peft computes x (W + A B), this library x W + (x A) B
-        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-    elif "adapters" in case:  # a CPU with AVX2 alone adds thin products up by where their memory begins
-        assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-6)
-    else:
-        assert losses == [loss for loss, _ in expected]
+    # peft computes x (W + A B), this library x W + (x A) B. Elsewhere only Adam's last bit differs from torch's.
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-5 if "experts" in case else 1e-6)
+    if "adapters" not in case:  # a CPU with AVX2 only adds thin products up by where their memory begins
+        assert losses[0] == expected[0][0]
     assert [line["grad_norm"] for line in found["metrics"]] == pytest.approx([n for _, n in expected], rel=1e-4)
     two = settings_of(folders, kind, tmp_path / "two", **changes)
     spread = ranks(2).run(run, two, None, 0, True)[0]
