@@ -45,6 +45,7 @@ STOREYS: list[set[str]] = [
     {"__init__"},
     {"integrations", "verify"},
     {"train"},
+    {"finetune"},
     {"cli"},
     {"__main__"},
 ]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models.shapes import names as models
-from elixir_moe.names import DTYPES, PEERS, PLANS, Master, Moments, SchemeName
+from elixir_moe.names import DTYPES, PEERS, PLANS, TRAINERS, Master, Moments, SchemeName
 from elixir_moe.search import estimate, gpus, zero_infinity
 
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
@@ -60,6 +60,12 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
     train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    finetune_parsers = [
+        verbs.add_parser(kind, help=f"fine-tune with TRL's {name}Trainer", allow_abbrev=False, add_help=False)
+        for kind, name in TRAINERS.items()
+    ]
+    for finetune_parser in finetune_parsers:
+        finetune_parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine; one for each GPU")
     env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
     plan_parser = verbs.add_parser("plan", help="find the best plan for a model on a machine", allow_abbrev=False)
     add_plan(plan_parser)
@@ -106,7 +112,7 @@ def parser_of(settings_help: str | None) -> Parser:
         export_parser,
         clean_parser,
     )
-    for verb in (train_parser, *others, *_add_ckpt(verbs)):
+    for verb in (train_parser, *finetune_parsers, *others, *_add_ckpt(verbs)):
         verb.set_defaults(parser=verb)
         verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
         verb.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what the library decides")

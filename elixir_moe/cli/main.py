@@ -23,6 +23,7 @@ from importlib import import_module
 from elixir_moe.cli.arguments import parser_of
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here, tell
 from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, meant
+from elixir_moe.names import TRAINERS
 from elixir_moe.train import launch
 
 _OF_SETTINGS = (ConfigError, LayoutError, PlanError, TierError)
@@ -70,7 +71,7 @@ def _run(arguments: Sequence[str]) -> int:
     known, rest = parser.parse_known_args(arguments)
     if rest and arguments[0].startswith("-"):
         parser.error(f"{arguments[0]} stands before {known.verb}: write options after the verb")
-    if rest and known.verb not in ("train", "bench"):
+    if rest and known.verb not in ("train", "bench", *TRAINERS):
         words = [word.partition("=")[0] for word in rest if word.startswith("-")]
         hint = meant(words[0], known.parser.options()) if words else ""
         known.parser.error(f"unknown arguments {' '.join(rest)}{hint and f'; {hint}'}")
@@ -83,7 +84,8 @@ def _run_verb(known: argparse.Namespace) -> int:
     from elixir_moe.parallel.mesh import prepare_process
 
     prepare_process()
-    code: int = import_module(f"{__package__}.{known.verb}").run(known)
+    file = "finetune" if known.verb in TRAINERS else known.verb
+    code: int = import_module(f"{__package__}.{file}").run(known)
     return code
 
 

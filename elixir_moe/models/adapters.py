@@ -41,7 +41,7 @@ def check_targets(model: nn.Module, lora: Lora) -> None:
                     f"targets of LoRA (--lora, lora.targets): {target} matches nothing in {type(model).__name__}"
                     f"{hint and f'; {hint}'}"
                 )
-    if EXPERTS in lora.targets and not _fused_experts(model):
+    if EXPERTS in lora.targets and not fused_experts(model):
         raise ConfigError(
             f"targets of LoRA (--lora, lora.targets): {EXPERTS} matches nothing: {type(model).__name__} has no "
             f"parameter of three dims in a module called experts; name them with parameters= or targets="
@@ -67,7 +67,7 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
     check_targets(model, lora)
     modules = [target for target in lora.targets if target != EXPERTS]
-    parameters = [*lora.parameters, *(_fused_experts(model) if EXPERTS in lora.targets else ())]
+    parameters = [*lora.parameters, *(fused_experts(model) if EXPERTS in lora.targets else ())]
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -129,7 +129,7 @@ def _without_routers(model: nn.Module) -> str:
     return ",".join(dict.fromkeys(ends))
 
 
-def _fused_experts(model: nn.Module) -> list[str]:
+def fused_experts(model: nn.Module) -> list[str]:
     """Ends of the names of parameters that hold a matrix for each of several experts."""
     paths = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(SCALES)]
     return sorted({".".join(path[-2:]) for path in paths if len(path) > 1 and "experts" in path[-2]})

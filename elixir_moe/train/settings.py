@@ -80,7 +80,7 @@ def help_of(cls: type, needed: Mapping[str, str] | None = None) -> str:
     texts: dict[str, list[str]] = {}
     for section, kinds in records.records_in(cls).items():
         for kind in kinds or (cls,):
-            hints, words = get_type_hints(kind), _docstrings(kind)
+            hints, words = get_type_hints(kind), docstrings(kind)
             for field in dataclasses.fields(kind):
                 if not kinds and field.name != section:
                     continue
@@ -99,7 +99,7 @@ def help_of(cls: type, needed: Mapping[str, str] | None = None) -> str:
     return parser.format_help()
 
 
-def _docstrings(cls: type) -> dict[str, str]:
+def docstrings(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)

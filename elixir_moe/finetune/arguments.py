@@ -1,0 +1,154 @@
+"""The arguments of `sft`, `dpo`, `kto`, `reward` and `grpo`: those of TRL's scripts, and what TRL has no word for.
+
+Owns the added arguments and the parser, whose errors are typed. TRL's dataclasses define all other arguments, their
+defaults and their checks. Needs the package `trl`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, get_args
+
+import trl
+import yaml
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+
+from elixir_moe.errors import ConfigError, meant
+from elixir_moe.names import TRAINERS, SchemeName
+from elixir_moe.train import settings
+from elixir_moe.train.config import PlanConfig
+
+LEARNING_RATE = {"full": 2e-5, "adapters": 2e-4}
+"""The default learning rate of `sft`. TRL's own is that for all weights, ten times too low for adapters."""
+PLAN_PREFIX = "plan_"
+
+
+@dataclass(kw_only=True)
+class _Added:
+    """The arguments that TRL's scripts lack; those of the plan come from `PlanConfig`."""
+
+    quantize: str | None = field(
+        default=None,
+        metadata={
+            "help": "Keep frozen weights in 4 or 8 bits, as em.quantize does. --load_in_4bit is nf4, --load_in_8bit "
+            "is int8.",
+            "choices": list(get_args(SchemeName)),
+        },
+    )
+    spread_experts: int = field(
+        default=1, metadata={"help": "Ranks that share the experts of each layer (expert parallelism)."}
+    )
+
+
+def _plan_field(name: str, words: str) -> tuple[str, Any, Any]:
+    if name == "kind":
+        kinds = list(get_args(PlanConfig.__annotations__["kind"]))
+        return "plan", str, field(default="auto", metadata={"help": f"The plan. {words}", "choices": kinds})
+    return f"{PLAN_PREFIX}{name}", str | None, field(default=None, metadata={"help": words})
+
+
+Added: Any = dataclasses.make_dataclass(
+    "Added",
+    [_plan_field(name, words) for name, words in settings.docstrings(PlanConfig).items()],
+    bases=(_Added,),
+    kw_only=True,
+)
+"""All arguments that are added to TRL's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """What a command was given."""
+
+    kind: str
+    """A command of `names.TRAINERS`."""
+    script: Any
+    """TRL's ScriptArguments."""
+    training: Any
+    """The trainer's config."""
+    model: Any
+    """TRL's ModelConfig."""
+    mixture: Any
+    """TRL's DatasetMixtureConfig."""
+    plan: PlanConfig
+    scheme: str | None
+    """The format of frozen weights; None: their dtype."""
+    ep: int
+    """Ranks that share the experts of each layer."""
+
+
+class _Parser(TrlParser):  # type: ignore[misc]
+    """TRL's parser, which raises ConfigError where it would print its usage of several hundred lines."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser_of(kind: str) -> Any:
+    """The parser of a command."""
+    config = getattr(trl, f"{TRAINERS[kind]}Config")
+    script = GRPOScriptArguments if kind == "grpo" else ScriptArguments
+    parser: Any = _Parser((Added, script, config, ModelConfig, DatasetMixtureConfig), prog=f"elixir-moe {kind}")  # type: ignore[arg-type]
+    if kind == "sft":
+        parser.set_defaults(learning_rate=None)  # `parse` chooses it
+    return parser
+
+
+def parse(kind: str, words: Sequence[str]) -> Arguments:
+    """The arguments in the words of a command line.
+
+    Raises:
+        ConfigError: an argument is unknown, wrong, or asks for what a plan replaces; the message names the nearest
+            right one.
+    """
+    parser = parser_of(kind)
+    try:
+        *found, in_file, in_line = parser.parse_args_and_config(
+            words, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{kind}: {error}") from error
+    for word in [*in_file[::2], *in_line]:
+        if not word.startswith("--"):
+            raise ConfigError(f"{kind}: unexpected {word!r}: arguments are given as --name value")
+        hint = meant(word, [option for action in parser._actions for option in action.option_strings])
+        raise ConfigError(f"{kind}: unknown argument {word.partition('=')[0]}{hint and f'; {hint}'}")
+    added, script, training, model, mixture = found
+    if training.learning_rate is None:
+        training.learning_rate = LEARNING_RATE["adapters" if model.use_peft else "full"]
+    return Arguments(
+        kind=kind,
+        script=script,
+        training=training,
+        model=model,
+        mixture=mixture,
+        plan=_plan(added),
+        scheme=_scheme(model, added.quantize),
+        ep=added.spread_experts,
+    )
+
+
+def _plan(added: Any) -> PlanConfig:
+    values = {"kind": added.plan}
+    for each in dataclasses.fields(PlanConfig):
+        text = getattr(added, f"{PLAN_PREFIX}{each.name}", None)
+        if text is not None:
+            values[each.name] = text
+    try:
+        return settings.build(PlanConfig, {}, list(values.items()))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("plan.kind", "--plan").replace("plan.", f"--{PLAN_PREFIX}")) from error
+
+
+def _scheme(model: Any, quantize: str | None) -> str | None:
+    """The format of frozen weights, in TRL's words or ours. Raises ConfigError."""
+    theirs = {"nf4": model.load_in_4bit, "int8": model.load_in_8bit}
+    scheme = quantize or next((name for name, asked in theirs.items() if asked), None)
+    if any(theirs.values()) and not theirs.get(scheme or "", False):
+        raise ConfigError(f"--quantize {scheme} with --load_in_4bit or --load_in_8bit: give one of them")
+    if model.load_in_4bit and model.bnb_4bit_quant_type != "nf4":
+        raise ConfigError(f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}: nf4 is served; --quantize has others")
+    if scheme is not None and not model.use_peft:
+        raise ConfigError(f"--quantize {scheme} keeps frozen weights in fewer bits: train adapters with --use_peft")
+    return scheme

@@ -1,0 +1,213 @@
+"""Fine-tuning by TRL's trainers under a plan.
+
+Owns the way from a model's name to a trainer: the model is built without memory, each rank reads its shards of the
+weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedules, evaluation and logging are TRL's.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+import trl
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.errors import ConfigError
+from elixir_moe.finetune.arguments import Arguments
+from elixir_moe.integrations.transformers import ElixirMixin
+from elixir_moe.models.adapters import fused_experts
+from elixir_moe.models.lora import EXPERTS
+from elixir_moe.models.without_logits import WithoutLogits
+from elixir_moe.moe.fused import adapt_beside
+from elixir_moe.names import TRAINERS
+from elixir_moe.parallel.mesh import expert_mesh, init_mesh
+from elixir_moe.quantized.convert import quantize
+from elixir_moe.setup.drawing import sharded_init
+from elixir_moe.setup.spreading import spread_experts
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What a model's repository has for a training: its config, weights and tokenizer."""
+_DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_PAIRS = ("dpo", "reward")
+"""Trainers whose batches hold two texts for each row."""
+
+
+def finetune(given: Arguments) -> Any:
+    """Trains, saves into ``--output_dir``, and returns the trainer. Collective.
+
+    Raises:
+        ConfigError: the model, the data or a setting cannot be used; before any weight is read.
+    """
+    training = given.training
+    name = given.model.model_name_or_path
+    if name is None:
+        raise ConfigError(f"{given.kind}: --model_name_or_path is missing: give a folder, or a name on the hub")
+    data = _data(given)
+    folder = _folder(name, given.model.model_revision)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
+    mesh = init_mesh(device_type="cpu" if training.use_cpu or not torch.cuda.is_available() else None)
+    model = _model(given, folder)
+    if given.ep > 1:
+        spread_experts(model, expert_mesh(mesh, given.ep))
+    more = {"reward_funcs": _rewards(given.script)} if given.kind == "grpo" else {}
+    base = getattr(trl, f"{TRAINERS[given.kind]}Trainer")
+    trainer = type(f"Elixir{base.__name__}", (ElixirMixin, base), {})(
+        model=model,
+        args=training,
+        train_dataset=data[given.script.dataset_train_split],
+        eval_dataset=data[given.script.dataset_test_split] if training.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        plan=_plan(given, model),
+        wrap={"weights": folder},
+        **more,
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=given.script.dataset_name)
+    return trainer
+
+
+def _folder(name: str, revision: str) -> str:
+    """The folder of a model: `name` itself, or where the hub's files are."""
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser().resolve())
+    try:
+        return str(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+    except Exception as error:  # the hub's client has many types for what is missing or out of reach
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"--model_name_or_path {name}: there is no such folder, and the hub says: {why}") from error
+
+
+def _data(given: Arguments) -> Any:
+    """The splits by name. Raises ConfigError."""
+    script, mixture = given.script, given.mixture
+    if bool(mixture.datasets) == bool(script.dataset_name):
+        raise ConfigError(
+            f"{given.kind}: expected --dataset_name (a file, a folder or a name on the hub) or `datasets` in the file "
+            f"of --config, got {'both' if mixture.datasets else 'neither'}"
+        )
+    try:
+        if mixture.datasets:
+            found = trl.get_dataset(mixture)
+        elif (kind := _DATA_FILES.get(Path(script.dataset_name).suffix)) and Path(script.dataset_name).is_file():
+            found = datasets.load_dataset(kind, data_files=script.dataset_name, streaming=script.dataset_streaming)
+        else:
+            found = datasets.load_dataset(
+                script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+            )
+    except Exception as error:  # `datasets` raises errors of many libraries
+        raise ConfigError(f"--dataset_name {script.dataset_name}: {str(error).partition(chr(10))[0]}") from error
+    wanted = [script.dataset_train_split, *[script.dataset_test_split] * (given.training.eval_strategy != "no")]
+    for split in wanted:
+        if split not in found:
+            raise ConfigError(
+                f"the data set has no split {split!r}, only {', '.join(found)}: choose with --dataset_train_split and "
+                f"--dataset_test_split, or split it with test_split_size"
+            )
+    return found
+
+
+def _model(given: Arguments, folder: str) -> nn.Module:
+    """The model of a folder on the meta device, with its adapters and its frozen weights in few bytes."""
+    words, training = given.model, given.training
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
+    except Exception as error:  # transformers checks its settings with error types of its own
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
+    config._name_or_path = folder if Path(words.model_name_or_path).is_dir() else words.model_name_or_path
+    kind: Any = AutoModelForCausalLM
+    if given.kind == "reward":
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
+    chosen = {} if words.attn_implementation is None else {"attn_implementation": words.attn_implementation}
+    dtype = torch.float32 if words.dtype in (None, "auto") else getattr(torch, words.dtype)
+    adapters = trl.get_peft_config(words)
+    with sharded_init():
+        try:
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=training.trust_remote_code, **chosen)
+        except ValueError as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
+        if adapters is None:
+            return model
+        model.requires_grad_(False)
+        if given.scheme is not None:
+            quantize(model, given.scheme)
+        return _adapted(model, adapters, training.seed)
+
+
+def _adapted(model: nn.Module, config: Any, seed: int) -> nn.Module:
+    """The model with peft's adapters, drawn as TRL draws them: right behind the seed."""
+    import peft
+
+    if config.target_modules is not None and EXPERTS in config.target_modules:
+        if not (found := fused_experts(model)):
+            raise ConfigError(f"--lora_target_modules {EXPERTS}: {type(model).__name__} has no fused experts")
+        others = config.target_modules - {EXPERTS}
+        config.target_modules = "all-linear" if others == {"all-linear"} else others
+        config.target_parameters = [*(config.target_parameters or ()), *found]
+    transformers.set_seed(seed)
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"peft refuses these adapters: {error}") from error
+    adapt_beside(adapted)
+    return adapted
+
+
+def _plan(given: Arguments, model: nn.Module) -> Plan | AutoPlan:
+    """The plan; one that is searched traces a batch of the longest rows."""
+    training = given.training
+    rows = training.per_device_train_batch_size * (2 if given.kind in _PAIRS else 1)
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    longest = getattr(training, "max_length", None)
+    if given.kind == "grpo":
+        longest = training.max_completion_length + (getattr(training, "max_prompt_length", None) or 512)
+    tokens = torch.zeros(rows, min(longest or 1024, config.max_position_embeddings), dtype=torch.long)
+    return given.plan.plan(_step_of(given.kind, model), tokens, training.gradient_accumulation_steps)
+
+
+def _step_of(kind: str, model: nn.Module) -> Callable[[nn.Module, Any], Any]:
+    """The forward of a training step, as far as memory and order go."""
+    if kind == "reward":
+        return lambda module, tokens: module(input_ids=tokens).logits.float().mean()
+    without_logits = WithoutLogits(model) if kind == "sft" else None
+
+    def step(module: nn.Module, tokens: torch.Tensor) -> Any:
+        if without_logits is None:
+            return module(input_ids=tokens, labels=tokens, use_cache=False).loss
+        with without_logits():
+            return module(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    return step
+
+
+def _rewards(script: Any) -> list[Any]:
+    """The reward functions of `grpo`: models by name, functions by their import path."""
+    from trl import rewards
+
+    found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for name in script.reward_funcs or ():
+        module, _, function = name.rpartition(".")
+        if not module:
+            where: Any = rewards
+        else:
+            sys.path.insert(0, str(Path.cwd()))
+            try:
+                where = importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError(f"--reward_funcs {name}: {error}") from error
+        if not hasattr(where, function):
+            raise ConfigError(f"--reward_funcs {name}: {where.__name__} has no {function}")
+        found.append(getattr(where, function))
+    if not found:
+        raise ConfigError("grpo needs --reward_funcs or --reward_model_name_or_path")
+    return found
