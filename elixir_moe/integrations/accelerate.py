@@ -7,7 +7,7 @@ loading. All others are Accelerate's own: data loaders, schedulers, accumulation
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -45,11 +45,14 @@ def checkpoint_in(folder: str) -> str:
     return _settled("looked for a checkpoint", folder)[0]
 
 
-def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective."""
+def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer, frozen: Collection[str] = ()) -> None:
+    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective.
+
+    The base of a peft model is read again from where it came from, but for the parameters named by `frozen`.
+    """
     target, there = _settled("looked for a checkpoint", folder)
-    adapters = hasattr(model, "peft_config")  # the base of a peft model is read again from where it came from
-    save(f"{target}.new" if there else target, model, optimizer, frozen=not adapters)
+    written = frozen if hasattr(model, "peft_config") else True
+    save(f"{target}.new" if there else target, model, optimizer, frozen=written)
     if there:
         _settled("replaced a checkpoint", folder, before=lambda: os.rename(target, f"{target}.old"))
 

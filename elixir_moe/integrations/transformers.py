@@ -9,15 +9,18 @@ training resumes on any number of ranks.
 """
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import SaveStrategy
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, checkpoint_in, save_over
 from elixir_moe.integrations.routers import Routers, busiest
@@ -265,9 +268,28 @@ class ElixirMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_over(output_dir, self.model, self._sharded)
+        save_over(output_dir, self.model, self._sharded, frozen=self._frozen_in(output_dir))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _frozen_in(self, folder: str) -> set[str]:
+        """The frozen parameters that peft has written with its adapters: those of a vocabulary that was enlarged."""
+
+        def keys() -> set[str]:
+            found: set[str] = set()
+            for path in Path(folder).rglob("adapter_model.safetensors") if self.args.should_save else ():
+                with safe_open(path, "pt") as file:
+                    found.update(file.keys())
+            return found
+
+        written = raise_on_all_ranks("read the names in the adapters' files", keys, error=CheckpointError)[0]
+        wrapped = self._elixir
+        assert wrapped is not None
+        chunks = [chunk for chunk in wrapped.scheduler.chunks if not chunk.spec.key.trainable]
+        frozen = {wrapped.spec.names[parameter][0] for chunk in chunks for parameter in chunk.parameters}
+        prefix = "base_model.model."  # of peft's files, also where a model of transformers has adapters of its own
+        names = {wrapped.spec.keys.get(key) or wrapped.spec.keys.get(key.removeprefix(prefix)) for key in written}
+        return {name for name in names if name in frozen}
 
     # -------------------------------------------------------------------------------------------------------- loading
 

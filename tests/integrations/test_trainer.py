@@ -157,6 +157,43 @@ def test_a_killed_run_goes_on_under_another_number_of_ranks(
         check_alike(found, plain)
 
 
+def with_more_tokens(base: str, folder: str, steps: int, plan: em.Plan | None, resume: bool = False) -> list[float]:
+    """Losses of adapters on a base whose vocabulary is enlarged; each run draws other new rows at first."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    with launched():
+        torch.manual_seed(5 + resume)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(80, mean_resizing=False)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+        arguments = TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=8 // dist.get_world_size(), learning_rate=1e-1,
+            lr_scheduler_type="constant", logging_steps=1, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{name: row[name] + 12 for name in row} for row in data()]
+        trainer = (
+            Trainer(model, arguments, train_dataset=rows)
+            if plan is None
+            else ElixirTrainer(model, arguments, train_dataset=rows, plan=plan)
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        if plan is not None:
+            trainer.model._elixir.optimizer.close()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_adapters_on_an_enlarged_vocabulary_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    base, plain, ours = (str(tmp_path / name) for name in ("base", "plain", "ours"))
+    mixture().save_pretrained(base)
+    (wanted,) = ranks(1).run(with_more_tokens, base, plain, 4, None)
+    ranks(2).run(with_more_tokens, base, ours, 2, em.Plan.zero3())
+    (found,) = ranks(1).run(with_more_tokens, base, ours, 4, em.Plan.offload(), True)
+    assert found == pytest.approx(wanted, abs=TOLERANCE)
+
+
 def refused(settings: dict[str, Any], folder: str) -> str:
     with pytest.raises(em.ElixirError) as error:
         trained(folder, 2, em.Plan.zero3(), **settings)

@@ -575,6 +575,26 @@ def test_a_checkpoint_without_its_base_is_small_and_goes_on_under_any_layout(
                 torch.testing.assert_close(continued[name], after[name], rtol=0, atol=2e-5, msg=f"{plan} {name}")
 
 
+def test_frozen_parameters_that_are_named_are_in_the_checkpoint(alone: None, tmp_path: Path) -> None:
+    embeddings = "base_model.model.model.embed_tokens.weight"
+    model, optimizer = wrap(adapted("DoRA"), "offload")
+    wanted = em.full_state_dict(model)
+    with pytest.raises(CheckpointError, match=r"frozen: 'embed_tokens\.weight' is not a frozen parameter of the model"):
+        em.save(tmp_path / "saved", model, optimizer, frozen={"embed_tokens.weight"})
+    em.save(tmp_path / "saved", model, optimizer, frozen={embeddings})
+    optimizer.close()
+    manifest = read_manifest(tmp_path / "saved")
+    assert manifest.base is not None and embeddings not in manifest.base.parameters
+    other = adapted("DoRA")
+    with torch.no_grad():
+        other.get_parameter(embeddings).normal_()
+    model, optimizer = wrap(other, "disk")
+    em.load(tmp_path / "saved", model, optimizer)
+    found = em.full_state_dict(model)
+    optimizer.close()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def frozen_hashes(plan: str) -> dict[str, str]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 3).requires_grad_(True))

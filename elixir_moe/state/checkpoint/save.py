@@ -19,7 +19,7 @@ still run when `save` is called: the thread waits for them, one shard at a time 
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
-from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError, meant
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import Coded, InMemory, OnDisk
 from elixir_moe.optim.decision import Options
@@ -182,7 +182,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     asynchronous: bool = False,
-    frozen: bool = True,
+    frozen: bool | Collection[str] = True,
 ) -> Saving:
     """Saves model, optimizer and random generators as the checkpoint `path`, completely or not at all. Collective.
 
@@ -201,15 +201,15 @@ def save(
             writes, so that the file need not fit in memory. A program that ends waits for it.
         frozen: write frozen parameters too. False names them by their hash instead, with the folder of ``em.wrap(...,
             weights=folder)`` if there was one; `load` then needs a model that has them. They are read once, at the
-            first such save.
+            first such save. Names of frozen parameters: write these, and name the others by their hash.
 
     Returns:
         A `Saving`, complete unless `asynchronous`. The next save waits for it.
 
     Raises:
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
-            `extra` or the extra state of a module has a value of another type, gradients wait for a step, or an earlier
-            asynchronous save failed and its error was not raised yet.
+            `extra` or the extra state of a module has a value of another type, `frozen` names no frozen parameter,
+            gradients wait for a step, or an earlier asynchronous save failed and its error was not raised yet.
         ConfigError: `keep` is not a whole number of at least 1.
         OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
         UsageError: model or optimizer are not wrapped, parameters or buffers have changed since `wrap`, or ranks have
@@ -220,16 +220,17 @@ def save(
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
     settle_earlier(wrapped, f"em.save({str(path)!r})")
     control = wrapped.groups.control
+    written = frozen if isinstance(frozen, bool) else frozenset(frozen)
     facts = raise_on_all_ranks(
         "looked at what to save",
-        lambda: _facts(path, model, extra, wrapped, frozen, asynchronous),
+        lambda: _facts(path, model, extra, wrapped, written, asynchronous),
         control,
         error=CheckpointError,
     )
     wrapped.phase.compare([found.place for found in facts], range(len(facts)))
     wrapped.kept.compare_stepped([found.stepped for found in facts])
     _compare(facts)
-    base = None if frozen else _base(model, wrapped, control)
+    base = None if written is True else _base(model, wrapped, written or frozenset(), control)
     first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
         "took the extra state of modules", lambda: extra_states_of(model), control, error=CheckpointError
     )
@@ -244,7 +245,7 @@ def save(
             drafts.append(Draft(target))
         on_disk = any(chunk.shard.tier is Tier.DISK for chunk in wrapped.scheduler.chunks)  # may exceed memory
         bounded = on_disk or not asynchronous
-        contents.append(_Contents(model, wrapped, facts, bounded=bounded, holds_frozen=base is None))
+        contents.append(_Contents(model, wrapped, facts, bounded=bounded, left_out=base.parameters if base else ()))
         if asynchronous:
             contents[0].take_what_may_change()
 
@@ -344,8 +345,8 @@ class _Facts:
     buffer_digests: dict[str, str]
     rng: Any
     buffer_forms: dict[str, str]
-    frozen: bool
-    """Whether the checkpoint is to hold frozen parameters."""
+    frozen: bool | frozenset[str]
+    """Whether the checkpoint is to hold frozen parameters, or which of them."""
     asynchronous: bool
     place: Place
     """The rank's place in training."""
@@ -355,8 +356,18 @@ class _Facts:
     """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
 
 
-def _facts(path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bool, asynchronous: bool) -> _Facts:
+def _facts(
+    path: Any, model: nn.Module, extra: Any, wrapped: Wrapped, frozen: bool | frozenset[str], asynchronous: bool
+) -> _Facts:
     target = path_of(path)
+    if not isinstance(frozen, bool):
+        known = {held.name for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable}
+        for name in sorted(frozen - known):
+            hint = meant(name, known)
+            raise CheckpointError(
+                f"frozen: {name!r} is not a frozen parameter of the model: give names of model.named_parameters()"
+                f"{hint and f'; {hint}'}"
+            )
     wrapped.kept.check_last_step()
     wrapped.phase.require((READY,), "em.save()")
     if len(wrapped.spec.ranks) < dist.get_world_size():
@@ -418,9 +429,10 @@ def _compare(facts: list[_Facts]) -> None:
                 )
 
 
-def _base(model: nn.Module, wrapped: Wrapped, process_group: dist.ProcessGroup) -> Base | None:
-    """The record of the frozen parameters; None if there are none. Collective."""
-    records = frozen_records(wrapped, process_group)
+def _base(model: nn.Module, wrapped: Wrapped, written: frozenset[str], process_group: dist.ProcessGroup) -> Base | None:
+    """The record of the frozen parameters that are not written; None if there are none. Collective."""
+    found = frozen_records(wrapped, process_group)
+    records = {name: record for name, record in found.items() if name not in written}
     named = getattr(getattr(model, "config", None), "_name_or_path", "")
     return Base(source=wrapped.weights or str(named), parameters=records) if records else None
 
@@ -438,7 +450,7 @@ class _Contents:
         facts: list[_Facts],
         *,
         bounded: bool,
-        holds_frozen: bool,
+        left_out: Container[str],
     ) -> None:
         self.file = f"rank-{dist.get_rank():05d}.safetensors"
         self._items: list[Item] = []
@@ -446,7 +458,7 @@ class _Contents:
         self.entries: dict[str, ParameterRecord] = {}
         self.rng = tuple(found.rng for found in facts)
         for held in held_pieces(wrapped):
-            if not (holds_frozen or held.chunk.spec.key.trainable):
+            if held.name in left_out:
                 continue
             pieces = self._pieces(held, wrapped.kept)
             earlier = self.entries[held.name].pieces if held.name in self.entries else ()  # of other tiles
