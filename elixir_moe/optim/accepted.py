@@ -150,13 +150,20 @@ def _tried(
 
 
 def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:
-    """The state that the constructor gave the group's first parameter, in the shape of `piece`."""
-    state: dict[str, Any] = {}
-    for name, value in next((optimizer.state.get(p, {}) for p in group["params"]), {}).items():
-        first = group["params"][0]
-        cut = isinstance(value, torch.Tensor) and value.dim() and value.shape == first.shape and value.numel()
-        state[name] = torch.full_like(piece, value.flatten()[0].item()) if cut else copy(value)
-    return state
+    """The state that the constructor gave the group's first parameter with elements, in the shape of `piece`."""
+    first = next((p for p in group["params"] if p.numel()), piece)
+    return {
+        name: torch.full_like(piece, value.flatten()[0].item()) if is_cut(name, value, first.shape) else copy(value)
+        for name, value in optimizer.state.get(first, {}).items()
+    }
+
+
+def is_cut(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a value that an optimizer keeps for a parameter of `shape` has an element for each of the parameter's.
+
+    A 0-dim value of a 0-dim parameter does, but for the number of steps, which torch keeps as a 0-dim tensor.
+    """
+    return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or name != "step")
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:

@@ -34,7 +34,7 @@ from elixir_moe.kernels import (
 )
 from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
 from elixir_moe.memory.slabs import allocation, host_zeros
-from elixir_moe.optim.accepted import check_kept, is_adam, like
+from elixir_moe.optim.accepted import check_kept, is_adam, is_cut, like
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
@@ -361,7 +361,7 @@ def _cut_state(state: dict[str, Any], trained: TrainedPiece) -> dict[str, Any]:
     shape = local_of(trained.parameter).shape
     for name, value in state.items():
         value = local_of(value) if isinstance(value, torch.Tensor) else value
-        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
+        if is_cut(name, value, shape):
             value = value.flatten()[trained.piece.there]
         cut[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut
