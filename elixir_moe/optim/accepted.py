@@ -28,6 +28,12 @@ _INSTEAD = (
     "master='bf16' for weights of 16 bits"
 )
 
+MODES = ("train", "eval")
+"""Methods by which an optimizer puts other weights in the place of those that it trains, as schedule-free ones do.
+
+Accelerate and Hugging Face's Trainer call them if an optimizer has them.
+"""
+
 _TRIED_NUMEL = 2**17
 """Elements of the trial tensor that shows an optimizer's state; 8-bit optimizers keep blocks from 4096 elements on."""
 
@@ -62,6 +68,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"{kind.__name__} of torch.distributed shards or averages over ranks what a plan shards: wrap a plain "
             f"optimizer, as torch.optim.AdamW(model.parameters())"
+        )
+    if inner := [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
+        raise ConfigError(
+            f"{kind.__name__} has another optimizer in its attribute {inner[0]!r}, which updates whole "
+            f"parameters, but a rank holds only pieces of them: give em.wrap an optimizer that updates by itself"
         )
     package = kind.__module__.partition(".")[0]
     if package in _IN_BLOCKS and re.search(r"\dbit|Fp8", kind.__name__):
@@ -115,15 +126,63 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
     """Whether an optimizer of each half of a small matrix, flattened, does what one of the whole does.
 
     Its options tell too: one number that follows from all parameters, as Prodigy's `d`, changes with what they are.
+    Raises ConfigError if the steps are elementwise and one of its `MODES` is not.
     """
     draw = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.flatten().chunk(2)]
-    wanted = _options(_tried(optimizer, group, whole, gradients))
-    found = [_tried(optimizer, group, *both) for both in zip(halves, gradients.flatten(1).chunk(2, 1), strict=True)]
-    updated = torch.cat([half.detach() for half in halves]).view_as(whole)
-    return torch.allclose(whole, updated, rtol=1e-5, atol=1e-7) and all(_options(twin) == wanted for twin in found)
+    one = _tried(optimizer, group, whole, gradients)
+    two = [_tried(optimizer, group, *both) for both in zip(halves, gradients.flatten(1).chunk(2, 1), strict=True)]
+
+    def alike() -> bool:
+        updated = torch.cat([half.detach() for half in halves]).view_as(whole)
+        same_options = all(_options(twin) == _options(one) for twin in two)
+        return same_options and torch.allclose(whole, updated, rtol=1e-5, atol=1e-7)
+
+    if not alike():
+        return False
+    for mode in reversed(modes_of(optimizer)):  # they are in training
+        before = dict(vars(one))
+        for twin in (one, *two):
+            _call(twin, mode)
+        if changed := [name for name, value in vars(one).items() if before.get(name) is not value]:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.{mode}() changes the optimizer's attributes {changed}, which no "
+                f"checkpoint has: keep its mode in param_groups"
+            )
+        if not alike():
+            raise ConfigError(
+                f"{type(optimizer).__name__}.{mode}() looks at whole tensors or at all parameters together, but a rank "
+                f"holds only flat pieces: change each element by itself, or use another optimizer, as AdamW"
+            )
+    return True
+
+
+def modes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Those of the `MODES` that the optimizer has."""
+    return [mode for mode in MODES if callable(getattr(type(optimizer), mode, None))]
+
+
+def changes(optimizer: torch.optim.Optimizer, mode: str) -> bool:
+    """Whether that one of the `MODES` would change anything now, as tried on a small tensor of each group.
+
+    A Trainer calls `train` before each micro-batch.
+    """
+
+    def seen(twin: torch.optim.Optimizer, piece: nn.Parameter) -> str:
+        state = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in twin.state[piece].items()}
+        return f"{_options(twin)} {piece.tolist()} {state}"
+
+    for group in optimizer.param_groups:
+        piece = nn.Parameter(torch.ones(1, device="cpu"))
+        twin = _tried(optimizer, group, piece, [torch.ones_like(piece)])
+        twin.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
+        before = seen(twin, piece)
+        _call(twin, mode)
+        if seen(twin, piece) != before:
+            return True
+    return False
 
 
 def _options(optimizer: torch.optim.Optimizer) -> str:
@@ -134,19 +193,26 @@ def _options(optimizer: torch.optim.Optimizer) -> str:
 def _tried(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter, gradients: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """A copy of the optimizer that has updated `piece` with each of `gradients`; compiles nothing."""
+    """A copy of the optimizer that has updated `piece` with each of `gradients`, in training; compiles nothing."""
     twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece))], group)
+    if "train" in modes_of(optimizer):
+        _call(twin, "train")
     for gradient in gradients:
         piece.grad = gradient.clone()
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                twin.step()
-        except Exception as error:
-            raise ConfigError(
-                f"{type(optimizer).__name__} could not be tried on a small tensor, to see whether it updates each "
-                f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, as AdamW"
-            ) from error
+        _call(twin, "step")
     return twin
+
+
+def _call(twin: torch.optim.Optimizer, method: str) -> None:
+    """Calls a method of a copy that is tried. Raises ConfigError if that fails."""
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            getattr(twin, method)()
+    except Exception as error:
+        raise ConfigError(
+            f"{type(twin).__name__} could not be tried on a small tensor, to see whether {method}() treats each "
+            f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, as AdamW"
+        ) from error
 
 
 def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:

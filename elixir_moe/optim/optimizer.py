@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -21,13 +21,15 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.to_host import begin_to_host
+from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
+from elixir_moe.optim.accepted import MODES, changes
 from elixir_moe.optim.decision import Chosen, Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
-from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece, trained_pieces, update_for
+from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces, update_for
 from elixir_moe.optim.state import LastStep, OptimizerState
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
@@ -224,6 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         if self._early is not None:
             self._early.check_options()
+        if isinstance(self._update, ElementwiseUpdate):
+            self._update.check_mode()
         facts = self._decision.facts()
         norm = facts.norm
         skip = (~norm.isfinite()).float() if isinstance(norm, torch.Tensor) else None
@@ -251,6 +255,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
         self._phase.require((*WHOLE, BROKEN, CLOSED), "optimizer.zero_grad()")
         self._kept.give_up_gradients()
+
+    if not TYPE_CHECKING:  # else any name would be one of this class
+
+        def __getattr__(self, name: str) -> Any:
+            """A method that the user's optimizer has besides those of torch's: its `MODES`, and others refused."""
+            inner = self.__dict__.get("_inner")
+            if name.startswith("_") or not callable(getattr(type(inner), name, None)):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return partial(self._switch if name in MODES else self._refuse_method, name)
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        """Calls `train` or `eval` of the user's optimizer on its pieces, if that changes anything. Collective.
+
+        Raises UsageError if gradients wait for a step.
+        """
+        if not changes(self._inner, mode):
+            return
+        assert isinstance(self._update, ElementwiseUpdate), "torch's Adam has no modes"
+        what = f"optimizer.{mode}()"
+        self._phase.require((READY,), what)
+        with Wait(f"the call of {what} by all ranks"):
+            self._phase.agree(self._groups.peers_group)
+        self._scheduler.writes.keep_all()
+        self._phase.write(what)
+        self._scheduler.drop_weights()
+        self._scheduler.drain()
+        for chunk in self._chunks:
+            chunk.shard.gate.open_for_writing()
+        self._update.switch(mode, self._chunks)
+        self._update.finish(mode)
+        for chunk in self._chunks:
+            chunk.shard.updated()
+        self._hooks.updated()
+        self._phase.written(self._phase.place[0])
+
+    def _refuse_method(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        kind = type(self._inner).__name__
+        raise UsageError(
+            f"optimizer.{name}() of {kind} after wrap: a rank holds pieces of weights and state, and only {kind}'s "
+            f"step(), train() and eval() are called on them: call {name}() before wrap, or set options in "
+            f"optimizer.param_groups"
+        )
 
     def close(self) -> None:
         """Destroys the process groups `wrap` made; model and optimizer are unusable afterwards. Collective.

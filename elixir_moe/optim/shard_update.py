@@ -33,8 +33,9 @@ from elixir_moe.kernels import (
     windows,
 )
 from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
+from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, host_zeros
-from elixir_moe.optim.accepted import check_kept, is_adam, is_cut, like
+from elixir_moe.optim.accepted import check_kept, is_adam, is_cut, like, modes_of
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
@@ -301,14 +302,26 @@ class ElementwiseUpdate:
             self._run_group(index, self._optimizers[chunk.spec.index, index])
         for one in active:
             self._views[id(one)].grad = None
-        if home.values_shard is not None:
-            home.values_shard.copy_(home.master)
+        _show(home)
 
-    def _run_group(self, index: int, optimizer: torch.optim.Optimizer) -> None:
-        """Steps one of the group's optimizers with the group's options, and notes those that it changes."""
+    def check_mode(self) -> None:
+        """Raises what the optimizer's step raises in the mode of evaluation, before it changes a weight."""
+        if modes_of(self._inner):
+            for group in self._groups:
+                _of_nothing(self._inner, group).step()
+
+    def switch(self, mode: str, chunks: Sequence[Chunk]) -> None:
+        """Calls one of the optimizer's `MODES` on all pieces; `finish` must follow."""
+        for (_, index), optimizer in self._optimizers.items():
+            self._run_group(index, optimizer, mode)
+        for chunk in chunks:
+            _show(chunk.shard)
+
+    def _run_group(self, index: int, optimizer: torch.optim.Optimizer, method: str = "step") -> None:
+        """Calls a method of one of the group's optimizers with the group's options, and notes those that it changes."""
         options = {name: value for name, value in self._groups[index].items() if name != "params"}
         optimizer.param_groups[0].update(options)
-        optimizer.step()
+        getattr(optimizer, method)()
         changed = {n: v for n, v in optimizer.param_groups[0].items() if n != "params" and v is not options.get(n)}
         self._changes.setdefault(index, {}).update(changed)
 
@@ -318,15 +331,14 @@ class ElementwiseUpdate:
         values = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
-    def finish(self) -> None:
-        """As `AdamUpdate.finish`; gives the user's groups the options that the optimizer has changed (counters).
+    def finish(self, method: str = "step") -> None:
+        """As `AdamUpdate.finish`; gives the user's groups the options that `method` has changed (counters, a mode).
 
         A group that has nothing to update on this rank counts its steps as on the others.
         """
         for index, group in enumerate(self._groups):
             if index not in self._changes:
-                nothing = nn.Parameter(torch.empty(0, device="cpu"))  # as a parameter without a gradient
-                self._run_group(index, like(self._inner, [(nothing, {})], group))
+                self._run_group(index, _of_nothing(self._inner, group), method)
         for index, changed in self._changes.items():
             self._groups[index].update(changed)
         self._changes.clear()
@@ -347,6 +359,18 @@ class ElementwiseUpdate:
         tensors = {name: torch.empty_like(view, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, trained.group].state[view] = {**tensors, **values}
         return {name: InMemory(tensor, chunk.shard.gate) for name, tensor in tensors.items()}
+
+
+def _of_nothing(inner: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer like the user's that finds no gradient."""
+    return like(inner, [(nn.Parameter(torch.empty(0, device="cpu")), {})], group)
+
+
+def _show(home: ShardState) -> None:
+    """Writes the values of a shard whose master was written, where they are apart."""
+    if home.values_shard is not None:
+        assert home.master is not None
+        home.values_shard.copy_(home.master)
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:

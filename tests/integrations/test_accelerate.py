@@ -15,6 +15,7 @@ import elixir_moe as em
 from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.integrations.accelerate import checkpoint_in
 from tests.integrations.test_trainer import counted, launched, mixture
+from tests.optim.test_modes import ScheduleFree
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -109,6 +110,60 @@ def test_updates_begin_in_the_last_backward_of_a_step(ranks: Ranks, tmp_path: Pa
         assert none == 0 and some >= 4, "there are 4 steps"
         torch.testing.assert_close(states, late, rtol=0, atol=0)
         torch.testing.assert_close(states[3], states[2], rtol=0, atol=0)
+
+
+def averaged(folder: str, ours: bool) -> list[Any]:
+    """(rank) Losses and weights of a schedule-free optimizer in both modes, then of a state saved in each of them."""
+    from accelerate import Accelerator
+
+    from elixir_moe.integrations.accelerate import ElixirAccelerator
+
+    found: list[Any] = []
+    with launched():
+        given: dict[str, Any] = {"plan": em.Plan.offload(chunk_numel=160)} if ours else {}
+        accelerator = (ElixirAccelerator if ours else Accelerator)(cpu=True, gradient_accumulation_steps=2, **given)
+        model = parts()[0]
+        model, optimizer = accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
+
+        def train(first: int, last: int) -> None:
+            for step in range(first, last):
+                optimizer.train()
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch(step)).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        def look() -> None:
+            with torch.no_grad():
+                loss = model(batch(100)).square().mean()
+            state = accelerator.get_state_dict(model)
+            found.append({"loss": loss, "weights": {n: v.clone() for n, v in state.items() if "running" not in n}})
+
+        train(0, 4)
+        for mode in ("eval", "train"):
+            getattr(optimizer, mode)()
+            look()
+            accelerator.save_state(f"{folder}/{mode}")
+        train(4, 8)
+        optimizer.eval()
+        look()
+        for mode in ("eval", "train"):
+            accelerator.load_state(f"{folder}/{mode}")
+            look()
+            train(4, 8)
+            optimizer.eval()
+            look()
+        if ours:
+            optimizer.optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_schedule_free_optimizer_evaluates_its_averages(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    wanted = ranks(world).run(averaged, str(tmp_path / "plain"), False)[0]
+    found = ranks(world).run(averaged, str(tmp_path / "ours"), True)[0]
+    assert wanted[0]["loss"] != wanted[1]["loss"]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def hooked(folder: str) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, UsageError
+from tests.optim.test_modes import ScheduleFree
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -100,6 +101,36 @@ def test_a_loop_of_fabric_is_that_of_plain_torch(ranks: Ranks, tmp_path: Path, w
     for found, weights in ranks(1).run(ours, em.Plan.offload(), range(STEPS // 2, STEPS), load=folder):
         assert found == pytest.approx(norms[STEPS // 2 :], rel=1e-5)
         torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
+
+
+def averaged() -> list[torch.Tensor]:
+    """(rank) The answers of a model under a schedule-free optimizer of Fabric's, and of plain torch, in both modes."""
+    found = []
+    with fabric(plan=em.Plan.zero3()) as made:
+        for ours in (True, False):
+            model: Any = parts()[0]
+            optimizer: Any = ScheduleFree(model.parameters())
+            if ours:
+                model, optimizer = made.setup(model, optimizer)
+            optimizer.train()
+            for step in range(3):
+                loss = F.mse_loss(model(batch(step, 0)), batch(step, 1))
+                made.backward(loss) if ours else loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for mode in ("eval", "train"):
+                getattr(optimizer, mode)()
+                with torch.no_grad():
+                    found.append(model(batch(9, 0)))
+            if ours:
+                optimizer.optimizer.close()
+    return found
+
+
+def test_a_schedule_free_optimizer_changes_its_mode(ranks: Ranks) -> None:
+    ours_eval, ours_train, evaluated, trained = ranks(1).run(averaged)[0]
+    torch.testing.assert_close((ours_eval, ours_train), (evaluated, trained), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(evaluated, trained)
 
 
 def in_bf16(**options: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
+from tests.optim.test_modes import ScheduleFree
 from tests.state.test_huggingface import run_example
 from tests.support.hf_cases import forget_accelerate
 from tests.support.ranks import RankPool
@@ -410,6 +411,30 @@ def test_a_resumed_run_has_the_history_of_one_without_a_stop(ranks: Ranks, tmp_p
         assert ours == pytest.approx(wanted, abs=1e-6)
     names = [set(os.listdir(tmp_path / kind / "checkpoint-2")) for kind in ("", "plain")]
     assert names[1] - names[0] == {"optimizer.pt"} and names[0] - names[1] == {"elixir_moe"}
+
+
+def averaged(folder: str, ours: bool, resume: bool) -> dict[str, Any]:
+    """(rank) Losses of a schedule-free optimizer, which are evaluated on its averages, and the weights at the end."""
+    with launched():
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "save_steps": 3}
+        given = {"optimizer_cls_and_kwargs": (ScheduleFree, {"lr": 0.1})}
+        trainer = made(folder, ours, given, max_steps=6, lr_scheduler_type="constant", **settings)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resume else None)
+        trainer.evaluate()
+        log = trainer.state.log_history
+        found = {name: [each[name] for each in log if name in each] for name in ("loss", "eval_loss")}
+        found["weights"] = weights(trainer, ours)  # type: ignore[assignment]
+        if ours:
+            trainer.model._elixir.optimizer.close()
+    return found
+
+
+def test_a_schedule_free_optimizer_evaluates_its_averages(ranks: Ranks, tmp_path: Path) -> None:
+    (plain,) = ranks(1).run(averaged, str(tmp_path / "plain"), False, False)
+    for resume in (False, True):
+        (ours,) = ranks(1).run(averaged, str(tmp_path / "ours"), True, resume)
+        for name, wanted in plain.items():
+            torch.testing.assert_close(ours[name], wanted, rtol=0, atol=TOLERANCE)
 
 
 def interrupted(folder: str, ours: bool, where: str) -> list[float]:
