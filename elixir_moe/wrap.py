@@ -38,7 +38,7 @@ from elixir_moe.quantized.taken_over import take_over
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
-from elixir_moe.runtime.reduction_order import Peers, alone
+from elixir_moe.runtime.reduction_order import Agreement, Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units
@@ -224,7 +224,7 @@ def _wrapped(
             shared=home.memory,
             rank=dist.get_rank(),
         )
-        most = schedule.gradient_blocks(plan.blocks(layout))
+        most = schedule.gradient_blocks(plan.blocks(layout), len(layout.cached))
         blocks = Blocks(layout, plan.blocks(layout), most, shards, device, statistics, streams.allocating)
         return shards, blocks, Passage(layout, device)
 
@@ -240,7 +240,9 @@ def _wrapped(
         if size.staging_bytes:
             with allocation(size.staging_bytes, "the staging buffer of reductions", Tier.DEVICE):
                 staging = torch.empty(size.staging_bytes, dtype=torch.uint8, device=device)
-        agreement = Peers(groups, chunks) if len(described.ranks) > 1 else alone
+        agreement: Agreement = alone
+        if len(described.ranks) > 1:
+            agreement = Peers(groups, chunks, stays=plan.blocks(layout) >= layout.most_blocks)
         scheduler = Scheduler(chunks, cache, blocks, staging, streams, statistics, agreement, sums)
         checkpoints = HostCheckpoints(plan.most_host_checkpoints, device, streams) if plan.host_checkpoints else None
         units = build_units(described.parts, layout)

@@ -127,9 +127,10 @@ class Schedule:
         """The most chunks whose weights are held at once."""
         return max(self._held_together(lambda item: item >= 0), default=0)
 
-    def gradient_blocks(self, blocks: int) -> int:
-        """Blocks that gradients may use at once, of `blocks` in all."""
-        return max(self.open_gradients(), blocks - self.most_weights())
+    def gradient_blocks(self, blocks: int, weights: int) -> int:
+        """Blocks that gradients may use at once, of `blocks` in all; no block of weights if all `weights` have one."""
+        foreseen = self.open_gradients()
+        return foreseen if blocks >= weights + foreseen else max(foreseen, blocks - self.most_weights())
 
     def open_gradients(self) -> int:
         """The most chunks whose gradients have a block at once."""
@@ -225,6 +226,14 @@ class CacheState:
         for chunk in self._where:
             self._note_next_use(chunk)
         return complete
+
+    def leave_schedule(self) -> None:
+        """Until `rewind`, requests come in an order of this rank's own: what depends on it may not decide gathers.
+
+        With a block for each chunk and for all gradients at once, nothing leaves its block then.
+        """
+        self.drop(list(self._reserved))
+        self._on_schedule = False
 
     def acquire(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
         """Holds `chunks`; returns the loads to carry out, in order.

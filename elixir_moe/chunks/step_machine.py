@@ -24,12 +24,23 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 ParamId = tuple[int, int]
 """(chunk, index in the chunk) of a parameter."""
-Answer = tuple[list[int], bool]
-"""All chunks to reduce, in the order of all ranks, and whether every rank used them, in this order."""
+
+
+class Answer(NamedTuple):
+    """The agreement of all ranks on a backward."""
+
+    order: list[int]
+    """All chunks to reduce, in the order of all ranks."""
+    alike: bool = True
+    """Every rank used these chunks, in this order."""
+    same_gradients: bool = True
+    """Every rank awaits the gradients of the same parameters."""
+
+
 _MOST_FORWARDS = 256
 """Most forwards that await a backward one by one; the first ones are merged."""
 
@@ -78,10 +89,11 @@ class Carrier(Protocol):
     def reserve(self, chunk: int) -> None:
         """Makes room for gradients of a chunk before the first one has come."""
 
-    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
+    def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
         """Starts the agreement of all ranks on the chunks of a backward; the result waits for the answer.
 
-        `used` are the trainable chunks that forward used on this rank, in the reverse order of their first use.
+        `used` are the trainable chunks that forward used on this rank, in the reverse order of their first use;
+        `awaited` as `begin` found them.
         """
         ...
 
@@ -231,14 +243,15 @@ class StepMachine:
         left: int | None = None,
         *,
         keep_graph: bool = False,
-        accumulates: Callable[[Sequence[tuple[int, Unit]]], bool] = lambda ahead: True,
+        find_awaited: Callable[[Sequence[tuple[int, Unit]]], Sequence[ParamId] | None] = lambda ahead: (),
     ) -> None:
         """Starts a backward from the point that forward left at number `left`; later forwards await another one.
 
         Args:
             left: a number; None takes all forwards.
             keep_graph: the forwards may have another backward.
-            accumulates: whether this backward brings gradients of parameters, given `Backward.ahead`.
+            find_awaited: given `Backward.ahead`, the parameters on whose gradients ranks must agree, of those that this
+                backward brings; None if it brings none of any parameter.
         """
         self.past = self._take(left, keep=keep_graph) or self.past
         self.round_is_open = keep_graph
@@ -246,13 +259,14 @@ class StepMachine:
         self.backward = Backward(ahead, {unit for _, unit in ahead})
         first_use: dict[int, int] = {}
         awaited: dict[int, set[int]] = {}
-        for number, unit in ahead if accumulates(ahead) else ():
+        expected = find_awaited(ahead)
+        for number, unit in ahead if expected is not None else ():
             for chunk, indices in unit.indices.items():
                 if chunk in self._trainable:
                     first_use.setdefault(chunk, number)
                     awaited.setdefault(chunk, set()).update(indices)
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
-        self._sends.begin(self._carrier.agree(order), {chunk: awaited[chunk] for chunk in order})
+        self._sends.begin(self._carrier.agree(order, expected or ()), {chunk: awaited[chunk] for chunk in order})
 
     def _take(self, left: int | None, *, keep: bool) -> Forward | None:
         """Merges all forwards that began before number `left`; forgets them unless `keep`."""
@@ -452,8 +466,8 @@ class Sends:
         self._news = False
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            order, alike = answer()
-            self._order, self._at_end = deque(order), self._in_order and not alike
+            agreed = answer()
+            self._order, self._at_end = deque(agreed.order), self._in_order and not agreed.alike
         if self._at_end and not self._over:
             return
         while self._order and not self._awaited.get(self._order[0]):

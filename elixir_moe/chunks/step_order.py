@@ -339,8 +339,8 @@ class _Requests:
             self._open[chunk] = None
             self._ask(ACQUIRE, (gradients_of(chunk),))
 
-    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
-        return lambda: (list(used), True)
+    def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
+        return lambda: Answer(list(used))
 
     def reduce(self, chunk: int) -> None:
         self.reserve(chunk)

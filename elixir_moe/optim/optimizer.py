@@ -4,8 +4,8 @@ Owns the methods that a user calls, and the order of a step: decide (`decision`)
 shard by shard (`shard_update`). Its state is read and replaced through `state`. Requests no gather.
 
 A parameter that got no gradient on any rank is not updated, as in torch where ``grad is None``. A gradient that only
-some ranks have counts as zero on the others. `step` clears the gradients, so they do not accumulate if `zero_grad` is
-forgotten.
+some ranks have counts as zero on the others; where backward gathers weights again, only experts may have such gradients
+(`runtime.reduction_order`). `step` clears the gradients, so they do not accumulate if `zero_grad` is forgotten.
 """
 
 import math

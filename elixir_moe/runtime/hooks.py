@@ -374,7 +374,7 @@ class Hooks:
         self._phase.begin_backward()
         self._run_last()
         keep_graph = keeps_graph()
-        self.machine.begin(left, keep_graph=keep_graph, accumulates=self._accumulates)
+        self.machine.begin(left, keep_graph=keep_graph, find_awaited=self._find_awaited)
         at_end_of_backward(self._end_backward)
         lent = [index for reader, _ in self._lent for index in reader.chunks]
         self._return(self._lent)
@@ -387,27 +387,39 @@ class Hooks:
             if len(hooks) > 1:
                 hooks[key] = hooks.pop(key)
 
-    def _accumulates(self, ahead: Sequence[tuple[int, Unit]]) -> bool:
-        """Whether this backward accumulates gradients of parameters; that of `torch.autograd.grad` does not.
+    def _find_awaited(self, ahead: Sequence[tuple[int, Unit]]) -> Sequence[ParamId] | None:
+        """As `StepMachine.begin` describes it; `torch.autograd.grad` brings no gradients of parameters.
 
-        Reentrant checkpoints recompute into graphs of their own, and only a backward that accumulates can run them.
+        Ranks need not agree where requests decide no gathers of several ranks. Of a unit that chooses, they agree on
+        whether backward comes to it, so its first parameter stands for all. Reentrant checkpoints recompute into graphs
+        of their own, which nobody sees before, and only a backward that accumulates can run them.
         """
-        if any(self.machine.past.unrecomputed.values()):
-            return True
-        chunks = self._scheduler.chunks
-        parameters = (chunks[chunk].parameters[index] for _, unit in reversed(ahead) for chunk, index in unit.slots)
+        awaited: list[ParamId] = []
+        brings = any(self.machine.past.unrecomputed.values())
+        compares = self._scheduler.gathers_cached
         with torch.enable_grad(), DisableTorchFunctionSubclass():
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    view = parameter.view_as(parameter).grad_fn
-                    assert view is not None
-                    node = view.next_functions[0][0]
+            for unit in dict.fromkeys(unit for _, unit in reversed(ahead)):
+                compared = compares and self._scheduler.uses_cache(unit.chunks)
+                for slot in unit.slots if compared or not brings else ():
                     try:
-                        if will_execute(node):  # type: ignore[arg-type]
-                            return True
+                        found = self._accumulates(slot)
                     except RuntimeError:  # torch's answer for an input of autograd.grad
-                        return False
-        return False
+                        return None
+                    brings |= found
+                    if found and compared:
+                        awaited.append(unit.slots[0] if unit.chooses else slot)
+                    if found and (unit.chooses or not compared):
+                        break
+        return awaited if brings else None
+
+    def _accumulates(self, slot: ParamId) -> bool:
+        """Whether the running backward comes to the gradient of a parameter."""
+        parameter = self._scheduler.chunks[slot[0]].parameters[slot[1]]
+        if not parameter.requires_grad:
+            return False
+        view = parameter.view_as(parameter).grad_fn
+        assert view is not None
+        return will_execute(view.next_functions[0][0])  # type: ignore[arg-type]
 
     def reach(self, unit: Unit, entered: int, left: int) -> None:
         """Called when backward reaches a run of `unit` that forward entered and left at these numbers."""

@@ -5,19 +5,20 @@ Owns one small exchange among the ranks of a model at the beginning of each back
 Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
-are summed. The same holds if ranks are at different places in training (`phase`), or if one has issued a collective
-that others have not (`Communicator.issued`).
+are summed. Where backward gathers them again, the losses of all ranks must depend on the same parameters, or, of a unit
+that chooses, on any. If they do not, all ranks raise here, before the first gather. The same holds if ranks are at
+different places in training (`phase`), or if one has issued a collective that others have not (`Communicator.issued`).
 """
 
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.step_machine import Answer
+from elixir_moe.chunks.step_machine import Answer, ParamId
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.distributed.waits import Wait
@@ -25,14 +26,17 @@ from elixir_moe.errors import LayoutError
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.phase import Phase
 
-Agreement = Callable[[Sequence[int], Sequence[int], Phase], Callable[[], Answer]]
-"""Starts the exchange, given the chunks this rank used, in its order, those it gathered since the last backward, and
-its place in training. The function it returns waits for the answer."""
+Agreement = Callable[[Sequence[int], Sequence[ParamId], Sequence[int], Phase], Callable[[], Answer]]
+"""Starts the exchange, given the chunks this rank used, in its order, the parameters on whose gradients ranks must
+agree, the chunks this rank gathered since the last backward, and its place in training. The function it returns waits
+for the answer."""
 
 
-def alone(used: Sequence[int], gathered: Sequence[int], phase: Phase) -> Callable[[], Answer]:
+def alone(
+    used: Sequence[int], awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase
+) -> Callable[[], Answer]:
     """The agreement of a single rank."""
-    return lambda: (list(used), True)
+    return lambda: Answer(list(used))
 
 
 _WHAT = "the agreement on a backward"
@@ -44,39 +48,47 @@ class Peers:
     Args:
         groups: has the process group of these ranks, for CPU tensors, until it is closed.
         chunks: all chunks.
+        stays: no weights need leave the rCache in a step, so ranks may await gradients of different parameters.
     """
 
-    def __init__(self, groups: ControlGroups, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, groups: ControlGroups, chunks: Sequence[Chunk], *, stays: bool) -> None:
+        self._stays = stays
         self._groups = groups
         self._communicators = list({id(chunk.communicator): chunk.communicator for chunk in chunks}.values())
         self._scattered = [chunk.spec.shards > 1 for chunk in chunks]
-        self._names = [chunk.label for chunk in chunks]
+        self._labels = [chunk.label for chunk in chunks]
+        self._names = [chunk.names for chunk in chunks]
         self._ranks = groups.peers
 
-    def __call__(self, used: Sequence[int], gathered: Sequence[int], phase: Phase) -> Callable[[], Answer]:
+    def __call__(
+        self, used: Sequence[int], awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase
+    ) -> Callable[[], Answer]:
         """The first rank's order, then chunks that only others used. Collective, as is the returned function.
 
         Raises:
-            LayoutError: ranks have gathered or used different scattered chunks; on all ranks, from the returned
-                function.
+            LayoutError: ranks have gathered or used different scattered chunks, or await gradients of different
+                parameters; on all ranks, from the returned function.
             OutOfStepError: ranks are at different places in training, or some have issued more collectives than others;
                 likewise.
         """
         chunks = len(self._scattered)
         issued = [n for communicator in self._communicators for n in communicator.issued]
-        facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), len(used)]
+        gradients = _digest([number for slot in awaited for number in slot])
+        facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), gradients, len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(len(self._ranks), len(mine))
         with Wait(_WHAT, self._ranks):
             work = dist.all_gather(list(table), mine, group=self._groups.peers_group, async_op=True)
-        kept = tuple(gathered)
-        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, kept, phase)
+        kept = tuple(awaited), tuple(gathered)
+        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, *kept, phase)
 
-    def _answer(self, work: Work, table: torch.Tensor, gathered: Sequence[int], phase: Phase) -> Answer:
+    def _answer(
+        self, work: Work, table: torch.Tensor, awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase
+    ) -> Answer:
         work.wait()
         rows = table.tolist()
         phase.compare([(steps, backwards) for steps, backwards, *_ in rows], self._ranks)
-        orders = [row[6 : 6 + row[5]] for row in rows]
+        orders = [row[7 : 7 + row[6]] for row in rows]
         scattered = [{chunk for chunk in order if self._scattered[chunk]} for order in orders]
         found = ""
         if (table[:, 3:5] != table[0, 3:5]).any():
@@ -94,13 +106,31 @@ class Peers:
                 f"{found}: weights that are scattered must be used by all ranks, in one order. Run the same modules on "
                 f"every rank (multiply by zero what is not wanted), or keep weights whole with Plan.ddp()"
             )
-        return list(dict.fromkeys(chunk for order in orders for chunk in order)), all(o == orders[0] for o in orders)
+        same_gradients = bool((table[:, 5] == table[0, 5]).all())
+        if not same_gradients and not self._stays:
+            self._refuse_other_gradients(awaited)
+        order = list(dict.fromkeys(chunk for order in orders for chunk in order))
+        return Answer(order, all(o == orders[0] for o in orders), same_gradients)
+
+    def _refuse_other_gradients(self, awaited: Sequence[ParamId]) -> NoReturn:
+        """Raises LayoutError with the first parameter that gets a gradient on some ranks only. Collective."""
+        everyone = self._exchanged(awaited)
+        found = [set(theirs) for theirs in everyone]
+        chunk, index = next(slot for theirs in everyone for slot in theirs if any(slot not in own for own in found))
+        name = self._names[chunk][index]
+        having, lacking = (
+            next(rank for rank, own in zip(self._ranks, found, strict=True) if ((chunk, index) in own) is has)
+            for has in (True, False)
+        )
+        raise LayoutError(
+            f"the loss of rank {having} depends on parameter {name!r}, and that of rank {lacking} does not: where "
+            f"backward gathers scattered weights again, the losses of all ranks must depend on the same parameters. "
+            f"Add what is left out times zero (0.0 * output.sum()), or keep weights gathered with Plan.zero2()"
+        )
 
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
         """The first difference between ranks, in words. Collective."""
-        everyone: list[Any] = [None] * len(self._ranks)
-        with Wait("the comparison of what ranks have run", self._ranks):
-            dist.all_gather_object(everyone, list(chunks), group=self._groups.peers_group)
+        everyone = self._exchanged(chunks)
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
         pairs = zip_longest(everyone[0], everyone[other])
         first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)
@@ -109,8 +139,15 @@ class Peers:
             f"{verb} {second}"
         )
 
+    def _exchanged(self, mine: Sequence[Any]) -> list[Any]:
+        """The list of every rank. Collective."""
+        everyone: list[Any] = [None] * len(self._ranks)
+        with Wait("the comparison of what ranks have run", self._ranks):
+            dist.all_gather_object(everyone, list(mine), group=self._groups.peers_group)
+        return everyone
+
     def _name(self, chunk: int | None) -> str:
-        return "nothing more" if chunk is None else self._names[chunk]
+        return "nothing more" if chunk is None else self._labels[chunk]
 
 
 def _digest(numbers: Sequence[int]) -> int:

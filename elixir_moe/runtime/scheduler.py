@@ -36,7 +36,7 @@ from elixir_moe.chunks.ledger import REDUCTIONS_IN_FLIGHT
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.residence import ATTACHED, CACHED
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.chunks.step_machine import Answer
+from elixir_moe.chunks.step_machine import Answer, ParamId
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import PlanError
 from elixir_moe.memory.blocks import Blocks
@@ -86,6 +86,11 @@ class Scheduler:
         self._has_host_shards = any(chunk.shard.tier is not Tier.DEVICE for chunk in chunks)
         self.in_order = not all(chunk.communicator.tagged for chunk in chunks)
         """Some collectives are not `Communicator.tagged`."""
+        cached = [chunk.spec for chunk in chunks if chunk.spec.residence is CACHED]
+        self.gathers_cached = any(spec.shards > 1 for spec in cached)
+        """Requests to the rCache decide gathers of several ranks: all ranks must make them in one order."""
+        self._apart = False
+        """The ranks await different gradients in this backward."""
         self._agreement = agreement
         self._gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
@@ -177,6 +182,10 @@ class Scheduler:
     def let_go_chunk(self, index: int) -> None:
         """As `Carrier.let_go_chunk`."""
         self.release((index,), tracked=True)
+
+    def uses_cache(self, chunks: tuple[int, ...]) -> bool:
+        """Whether any of `chunks` uses the rCache."""
+        return bool(self._cached_of(chunks))
 
     def _cached_of(self, chunks: tuple[int, ...]) -> tuple[int, ...]:
         """The chunks among `chunks` that use the rCache."""
@@ -394,12 +403,18 @@ class Scheduler:
         self._gradient_blocks -= 1
         self._ask(RELEASE, (gradients_of(chunk.spec.index),), tracked=True, who="a release")
 
-    def agree(self, used: Sequence[int]) -> Callable[[], Answer]:
-        """As `Carrier.agree`. Collective; waits for no rank."""
-        answer = self._agreement(used, self._gathered, self.phase)
+    def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
+        """As `Carrier.agree`. Collective; waits for the other ranks only where backward may gather."""
+        answer = self._agreement(used, awaited, self._gathered, self.phase)
         self.phase.count_backward()
         self._gathered.clear()
-        return answer
+        if not self.gathers_cached:
+            return answer
+        agreed = answer()  # before this rank asks for what another does not need
+        if not agreed.same_gradients:
+            self._apart = True
+            self.cache.leave_schedule()
+        return lambda: agreed
 
     def finish_backward(self) -> None:
         """Reduces the remaining gradients; to be called when no further gradient can come."""
@@ -515,6 +530,9 @@ class Scheduler:
 
     def learn(self) -> None:
         """Ends a round of requests; it becomes the schedule if there is none or several rounds in a row missed it."""
+        if self._apart:  # other ranks have made other requests
+            self.rewind()
+            return
         record, self._record = self._record, []
         self._rounds_missed = 0 if self.cache.rewind() else self._rounds_missed + 1
         if self.cache.schedule is None or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
@@ -529,6 +547,7 @@ class Scheduler:
 
     def rewind(self) -> None:
         """Starts another step."""
+        self._apart = False
         self.forget_round()
         self.cache.rewind()
 

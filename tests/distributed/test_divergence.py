@@ -1,6 +1,7 @@
 """Ranks that run different modules, against plain torch that sees both ranks' rows; and what they may not do."""
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.distributed.all_ranks import ControlGroups
@@ -17,6 +19,7 @@ from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.reduction_order import Peers
 from elixir_moe.runtime.scheduler import Scheduler
+from tests.support.cases import placed
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -117,15 +120,128 @@ def test_ranks_may_run_other_modules_where_weights_are_whole(name: str, ranks: R
             assert_alike(result, wanted, plan, 1e-5, rel=1e-5)
 
 
+class Masked(nn.Module):
+    """A model of which a loss may leave out what the layer `one` gives."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.checkpointed = kind == "checkpointed"
+        self.first, self.one, self.last = nn.Linear(D, D), Layer(), nn.Sequential(Layer(), Layer())
+        if kind == "experts":
+            mesh = em.expert_mesh(em.init_mesh(device_type="cpu"), ep=2) if dist.is_initialized() else None
+            self.first = em.MoE(d_model=D, d_hidden=D, num_experts=4, top_k=2, mesh=mesh)
+
+    def forward(self, x: Tensor, wants: bool) -> Tensor:
+        x = self.first(x)
+        x = x[0] if isinstance(x, tuple) else x
+        one = checkpoint(self.one, x, use_reentrant=False) if self.checkpointed else self.one(x)
+        return self.last(x) + (one if wants else one.detach())
+
+
+def train_masked(kind: str, plan: em.Plan | None, differs: bool) -> dict[str, Any]:
+    """Steps of two micro-batches. If it `differs`, the loss of the second half leaves out a layer in some of them."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Masked(kind)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+    def backward(model: nn.Module, step: int) -> None:
+        for micro in range(2):
+            rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(2 * step + micro)).chunk(2)
+            for half in (0, 1):
+                if plan is None or dist.get_rank() == half:
+                    wants = half == 0 or not differs or (step, micro) in ((0, 0), (2, 1))
+                    loss = (model(rows[half], wants) - rows[half].flip(1)).square().mean()
+                    (loss / 2 if plan is None else loss).backward()
+
+    return trained(build, backward, plan, STEPS)
+
+
+def train_masked_all(plans: dict[str, em.Plan]) -> dict[str, dict[str, Any]]:
+    return {key: train_masked("plain", plan, differs=True) for key, plan in plans.items()}
+
+
+def test_losses_may_depend_on_other_parameters_where_weights_stay_gathered(ranks: Ranks) -> None:
+    """The tolerance as above."""
+    wanted = train_masked("plain", None, differs=True)
+    for found in ranks(2).run(train_masked_all, WHOLE | {"zero2": em.Plan.zero2(chunk_numel=544)}):
+        for plan, result in found.items():
+            assert_alike(result, wanted, plan, 1e-5, rel=1e-5)
+
+
+def masked_steps(kind: str, plan: em.Plan, at: tuple[int, int] | None) -> tuple[str, dict[str, Tensor]]:
+    """What is said of a micro-batch in which only rank 0's loss depends on a layer; the weights after all steps.
+
+    The step of this micro-batch begins again.
+    """
+    torch.manual_seed(1)
+    model = Masked(kind)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), plan=placed(plan))
+    said = ""
+
+    def micro_batch(step: int, micro: int, *, wants: bool = True) -> None:
+        rows = torch.randn(ROWS, D, generator=torch.Generator().manual_seed(2 * step + micro)).chunk(2)
+        model(rows[dist.get_rank()], wants).square().mean().backward()
+
+    for step in range(STEPS):
+        for micro in range(2):
+            if (step, micro) == at:
+                with pytest.raises(LayoutError) as found:
+                    micro_batch(step, micro, wants=dist.get_rank() == 0)
+                said = str(found.value)
+                optimizer.zero_grad()
+                for before in range(micro):
+                    micro_batch(step, before)
+            micro_batch(step, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return said, state
+
+
+REFUSED = {
+    "zero3": ("plain", em.Plan.zero3(rcache_blocks=4, chunk_numel=544)),
+    "offload": ("plain", em.Plan.offload(rcache_blocks=4, chunk_numel=544)),
+    "checkpointed": ("checkpointed", em.Plan.zero3(rcache_blocks=6, chunk_numel=544)),
+    "experts": ("experts", em.Plan.zero3(rcache_blocks=5, chunk_numel=1100)),
+}
+
+
+def masked_at(at: tuple[int, int]) -> dict[str, tuple[str, float]]:
+    """By case: what is said, and how far the weights are from those of a run without this micro-batch."""
+    found = {}
+    for case, (kind, plan) in REFUSED.items():
+        said, state = masked_steps(kind, plan, at)
+        wanted = masked_steps(kind, plan, None)[1]
+        found[case] = said, max((state[name] - value).abs().max().item() for name, value in wanted.items())
+    return found
+
+
+@pytest.mark.parametrize("at", [(0, 0), (2, 1)])
+def test_losses_that_depend_on_other_parameters_are_refused_where_weights_are_gathered_again(
+    at: tuple[int, int], ranks: Ranks
+) -> None:
+    """All ranks say the same before they gather anything, so the step can begin again."""
+    first, second = ranks(2).run(masked_at, at)
+    assert first == second
+    for case, (said, distance) in first.items():
+        name = re.match(r"the loss of rank 0 depends on parameter '(.*)', and that of rank 1 does not: ", said)
+        assert name is not None and name[1].startswith("one."), (case, said)
+        assert distance == 0.0, case
+
+
 def agree(
     used: list[list[int]], gathered: list[list[int]], issued: tuple[list[int], ...] = ([], [])
 ) -> tuple[list[int], bool] | str:
     spec = [SimpleNamespace(shards=shards, index=i) for i, shards in enumerate((1, 1, 2, 2))]
     one = SimpleNamespace(issued=issued[dist.get_rank()])
-    chunks: Any = [SimpleNamespace(spec=s, label=f"chunk {s.index} (weight {s.index})", communicator=one) for s in spec]
+    chunks: Any = [
+        SimpleNamespace(spec=s, label=f"chunk {s.index} (weight {s.index})", communicator=one, names=()) for s in spec
+    ]
     groups = ControlGroups((0, 1), ())
     try:
-        return Peers(groups, chunks)(used[dist.get_rank()], gathered[dist.get_rank()], Phase())()
+        return Peers(groups, chunks, stays=False)(used[dist.get_rank()], (), gathered[dist.get_rank()], Phase())()
     except (LayoutError, OutOfStepError) as error:
         return str(error)
     finally:
@@ -134,8 +250,8 @@ def agree(
 
 def test_ranks_come_to_one_order(ranks: Ranks) -> None:
     found = ranks(2).run(agree, [[3, 0], [3, 1]], [[2, 3], [2, 3]])
-    assert found == [([3, 0, 1], False)] * 2
-    assert ranks(2).run(agree, [[3, 0], [3, 0]], [[2, 3], [2, 3]]) == [([3, 0], True)] * 2
+    assert found == [([3, 0, 1], False, True)] * 2
+    assert ranks(2).run(agree, [[3, 0], [3, 0]], [[2, 3], [2, 3]]) == [([3, 0], True, True)] * 2
 
 
 @pytest.mark.parametrize(
