@@ -43,8 +43,14 @@ from elixir_moe.torch_private import process_groups
 
 TRIED = ("0.16.", "0.19.")
 """Versions of megatron-core with which this file is tested."""
-_CUT = {"ColumnParallel": {"weight": 0, "bias": 0}, "RowParallel": {"weight": 1}, "VocabParallel": {"weight": 0}}
-"""By class: the tensor dim on which each parameter is cut over tensor-parallel ranks; ``weight0`` is a weight too."""
+_CUT = {
+    "ColumnParallel": {"weight": 0, "bias": 0},
+    "RowParallel": {"weight": 1},
+    "VocabParallel": {"weight": 0},
+    "DotProductAttention": {"softmax_offset": 0},
+}
+"""By class: the tensor dim on which each parameter is cut over tensor-parallel ranks; ``weight0`` is a weight too.
+The ``softmax_offset`` has one element for each head of a rank, and no attribute that says so."""
 _EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 _LATE = "weight gradients would come after the backward in which they are awaited"
 _ONE_TENSOR = "a rank's experts become one tensor of a class of TransformerEngine's own"

@@ -26,9 +26,12 @@ from tests.support.cases import with_further
 from tests.support.megatron_cases import (
     CHUNK,
     EXPERT_FFN,
+    FFN,
     HIDDEN,
     LEGACY_GROUPED,
+    SEQ,
     VOCAB,
+    Attention,
     Case,
     build,
     config_of,
@@ -53,6 +56,7 @@ CASES: dict[int, list[Case]] = {
         Case(tp=2, tie=True),
         Case(**SP, qk_layernorm=True),
         Case(tp=2, recompute=True, qk_layernorm=True),
+        Case(**SP, sinks=True),
         Case(ep=2, experts=4),
         Case(ep=2, experts=4, dispatcher="alltoall", aux=0.05),
         Case(ep=2, **NO_BIAS, grouped=True),
@@ -159,6 +163,71 @@ def test_chunks_on_disk(
     for rank, result in enumerate(ranks(2).run(wrapped, case, plan, *LOOPS[1], wanted["start"])):
         compare(result, wanted, f"disk, rank {rank}")
     assert not list(tmp_path.iterdir())
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"add_bias_linear": True, "add_qkv_bias": True},
+    "gated": {"gated_linear_unit": True, "qk_layernorm": True},
+    "learned sinks": {"softmax_type": "learnable"},
+    "gated attention": {"attention_output_gate": True},
+    "one head of keys for two ranks": {"num_query_groups": 1},
+    "mixture": {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": FFN, "moe_shared_expert_gate": True},
+    "latent attention": {"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_layernorm": True},
+    "further tokens": {"mtp_num_layers": 1},
+}
+"""Settings of Megatron-core that bring parameters of their own."""
+
+
+def _kind(settings: dict[str, Any], tp: int) -> nn.Module:
+    """A GPTModel with `settings`, of Megatron's own parts without TransformerEngine."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    options: dict[str, Any] = {"num_query_groups": 2, "add_bias_linear": False} | settings
+    latent = "multi_latent_attention" in settings
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=FFN,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=tp,
+        use_cpu_initialization=True,
+        **options,
+    )
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, latent)
+    if latent:  # Megatron's own attention without TransformerEngine takes no latent keys
+        spec.submodules.self_attention.submodules.core_attention = Attention
+    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    return GPTModel(config, spec, VOCAB, SEQ, mtp_block_spec=further)
+
+
+def shapes(tp: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """{kind: {name: shape of the logical parameter}} of models on `tp` ranks."""
+    found = {}
+    from megatron.core.transformer import multi_latent_attention
+
+    no_layer = mock.patch.object(multi_latent_attention, "TELinear", type("TELinear", (), {}))  # it asks for the class
+    with shims(), no_layer, model_parallel(Case(tp=tp, etp=tp)):
+        for kind, settings in KINDS.items():
+            model = _kind(settings, tp)
+            megatron.annotate(model)
+            found[kind] = {
+                name: parameter._elixir_pattern.global_shape(parameter.shape)
+                for name, parameter in model.named_parameters()
+            }
+    return found
+
+
+def test_logical_parameters_have_the_shapes_of_one_process(ranks: Ranks) -> None:
+    """So each parameter whose shape depends on the ranks is known to be cut, with an attribute of Megatron's or not."""
+    (wanted,) = ranks(1).run(shapes, 1)
+    assert wanted["learned sinks"]["decoder.layers.0.self_attention.core_attention.softmax_offset"] == (4,)
+    for found in ranks(2).run(shapes, 2):
+        assert found == wanted
 
 
 # -------------------------------------------------------------------------------------------------------------- layers

@@ -57,6 +57,8 @@ class Case:
     aux: float = 0.0
     recompute: bool = False
     rope: bool = False
+    sinks: bool = False
+    """A learned term for each head in the denominator of its softmax, in Megatron's own attention."""
 
     def one(self) -> "Case":
         """The same model in one process."""
@@ -78,7 +80,7 @@ def _grouped_product(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: boo
 
 
 class _TorchWithoutCuda:
-    """The torch that Megatron's schedules see: they make one tensor on a literal "cuda"."""
+    """The torch that Megatron's schedules and masks see: they make tensors on a literal "cuda"."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -86,6 +88,10 @@ class _TorchWithoutCuda:
     def zeros(self, *sizes: Any, device: str, **options: Any) -> Tensor:
         assert device == "cuda"
         return torch.zeros(*sizes, **options)
+
+    def ones(self, *sizes: Any, device: str, **options: Any) -> Tensor:
+        assert device == "cuda"
+        return torch.ones(*sizes, **options)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
@@ -101,6 +107,7 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "compile", lambda fn=None, **_: fn if fn else lambda f: f))
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
+        import megatron.core.transformer.utils as masks
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe import token_dispatcher
 
@@ -111,7 +118,8 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Tensor, "cuda", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", _Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
-        stack.enter_context(mock.patch.object(schedules, "torch", _TorchWithoutCuda()))
+        for module in (schedules, masks):
+            stack.enter_context(mock.patch.object(module, "torch", _TorchWithoutCuda()))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host))
         dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -276,6 +284,7 @@ def config_of(case: Case) -> Any:
         recompute_granularity="full" if case.recompute else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
+        softmax_type="learnable" if case.sinks else "vanilla",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -302,7 +311,8 @@ def build(case: Case, config: Any = None) -> nn.Module:
         spec = get_gpt_layer_local_spec(experts, case.grouped, case.qk_layernorm)
         parts, attention = spec.submodules, spec.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-        attention.core_attention = Attention
+        if not case.sinks:
+            attention.core_attention = Attention
         if case.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
         if case.te_grouped and experts:
@@ -373,7 +383,7 @@ def slice_of(name: str, whole: dict[str, Tensor], case: Case, at: Sizes) -> Tens
         return mine.chunk(degree, 1)[rank].reshape(-1, HIDDEN)
     if "linear_fc1." in name and case.gated:
         return torch.cat([half.chunk(degree)[rank] for half in value.chunk(2)])
-    if re.search(r"(linear_qkv|linear_fc1)\.(weight|bias)|word_embeddings\.weight|output_layer\.weight", name):
+    if re.search(r"(linear_qkv|linear_fc1)\.(weight|bias)|(word_embeddings|output_layer)\.weight|softmax_offset", name):
         return value.chunk(degree)[rank]
     if re.search(r"(linear_proj|linear_fc2)\.weight", name):
         return value.chunk(degree, 1)[rank]
