@@ -249,7 +249,10 @@ def _wrapped(
         hooks = Hooks(model, units, scheduler, placeholder, checkpoints)
         made.callback(hooks.remove)
         everyone = communicators.get(described.ranks) if streams.asynchronous and not groups.has_stages else None
-        sharded = ShardedOptimizer(optimizer, scheduler, hooks, groups, files, everyone, seed=plan.rounding_seed)
+        routers = megatron.Routers(model)
+        sharded = ShardedOptimizer(
+            optimizer, scheduler, hooks, groups, files, routers, everyone, seed=plan.rounding_seed
+        )
         return scheduler, checkpoints, hooks, sharded
 
     scheduler, checkpoints, hooks, sharded = made_on_all_ranks("built what moves weights", build)
@@ -276,6 +279,7 @@ def _wrapped(
     model._elixir = wrapped  # type: ignore[assignment]
     refuse_plain_state_dicts(model, described)
     refuse_merges(model)
+    megatron.refuse_replaced(model)
     if (prediction := decided.prediction) is not None:
         prediction.watch(model, sharded)
     model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]

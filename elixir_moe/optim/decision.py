@@ -25,6 +25,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.parallel.megatron import Routers
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.phase import CLIPPED, INTACT, STEPPABLE
@@ -92,11 +93,15 @@ class StepDecision:
         scheduler: Scheduler,
         hooks: Hooks,
         groups: ControlGroups,
+        routers: Routers,
         on_device: Communicator | None,
         early: EarlyUpdates | None = None,
     ) -> None:
-        """`chunks` are the trainable ones; `on_device` sums their norm there, so that the host need not know it."""
+        """`chunks` are the trainable ones, and `routers` forget their counts with the gradients; `on_device` sums the
+        norm there, so that the host need not know it.
+        """
         self._inner = inner
+        self._routers = routers
         self._early = early
         self._chunks = chunks
         self._scheduler = scheduler
@@ -127,6 +132,7 @@ class StepDecision:
             chunk.clear_gradient()
         self._scheduler.used.clear()
         self._scheduler.writes.forget_unseen()
+        self._routers.forget_counts()
         self._forget()
 
     def note_options(self) -> None:

@@ -31,6 +31,7 @@ from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces, update_for
 from elixir_moe.optim.state import LastStep, OptimizerState
+from elixir_moe.parallel.megatron import Routers
 from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
@@ -63,6 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         hooks: Hooks,
         groups: ControlGroups,
         files: Sequence[DiskFile],
+        routers: Routers,
         on_device: Communicator | None = None,
         *,
         seed: int = 0,
@@ -79,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._hooks = hooks
         self._groups = groups
         self._files = files
+        self._routers = routers
         self._chunks = [chunk for chunk in scheduler.chunks if chunk.spec.key.trainable]
         self._parameters = [p for chunk in self._chunks for p in chunk.parameters]
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
@@ -94,7 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
             self._early = EarlyUpdates(scheduler, self._update, self._pieces, self.param_groups, self._update_thread)
-        self._decision = StepDecision(inner, self._chunks, scheduler, hooks, groups, on_device, self._early)
+        self._decision = StepDecision(inner, self._chunks, scheduler, hooks, groups, routers, on_device, self._early)
         self._kept = OptimizerState(
             inner, self._update, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
         )
@@ -245,6 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._kept.last_step = LastStep(begin_to_host(norm), changed)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
+        self._routers.update_biases()
         self._decision.forget_gradients()
         self._hooks.updated()
         self._phase.written(self._phase.place[0] + 1)

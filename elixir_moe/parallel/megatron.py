@@ -24,19 +24,25 @@ A slice along no dim of the tensor is one along a dim of a `Pattern.view` (F: a 
     the same of an expert                             viewed as (1, 2, F, n): ep stacks, tp cuts F
     GroupedMLP.weight1              (hidden, e g F)   whose memory is (e, hidden, g, F), g = 2 if gated: ep e, tp F
     GroupedMLP.weight2              (e F, hidden)     whose memory is (e, F, hidden)
+
+Routers count tokens, by which Megatron's finalize_model_grads balances the experts at the end of a step. It belongs to
+Megatron's data parallelism; `Routers` does the same for a wrapped model.
 """
 
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe.errors import ConfigError, LayoutError
+from elixir_moe.distributed.waits import Wait
+from elixir_moe.errors import ConfigError, LayoutError, UsageError
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
 from elixir_moe.torch_private import process_groups
@@ -61,9 +67,15 @@ _UNFIT = {
     "overlap_dispatch_backward_with_experts_wgrad": _LATE,
     "moe_single_grouped_weight": _ONE_TENSOR,
     "moe_single_grouped_bias": _ONE_TENSOR,
+    "finalize_model_grads_func": "em.wrap reduces gradients, and optimizer.step() updates the biases of experts",
 }
 """Settings that move gradients past autograd or parameters out of sight, with the reason."""
-_FINALIZED = "only the finalize_model_grads of Megatron's own data parallelism"
+_REPLACED = {
+    "finish_grad_sync": "em.wrap reduces gradients, and optimizer.step() updates the biases of experts: do not call "
+    "finalize_model_grads, and set config.finalize_model_grads_func = None",
+    "zero_grad_buffer": "em.wrap keeps gradients in shards: call optimizer.zero_grad()",
+}
+"""Methods of Megatron's data parallelism that programs call, with what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +112,7 @@ def annotate(model: nn.Module) -> None:
 
     Raises:
         ConfigError: model parallelism is not initialized; a setting that moves gradients past autograd, or experts
-            into one tensor of TransformerEngine's, or that balances experts in Megatron's own data parallelism.
+            into one tensor of TransformerEngine's, or that leaves work to Megatron's own data parallelism.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
             another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages; a
             mixer of a state space (Mamba, gated delta net) that tensor-parallel ranks cut.
@@ -128,6 +140,69 @@ def check(model: nn.Module) -> None:
         return
     if any(_of_megatron(type(module)) for module in model.modules()):
         _derive(model, complete=True)
+
+
+def refuse_replaced(model: nn.Module) -> None:
+    """Makes what Megatron's data parallelism and checkpoints ask of a wrapped Megatron model raise UsageError."""
+    modules = [module for module in model.modules() if _megatron_classes(type(module))]
+    for module in modules:
+        if hasattr(module, "sharded_state_dict"):
+            module.sharded_state_dict = partial(  # type: ignore[assignment]
+                _refuse,
+                "model.sharded_state_dict() of a wrapped model: its parameters are in shards. Save with "
+                "em.save(folder, model, optimizer) and load with em.load(folder, model, optimizer); load a checkpoint "
+                "of megatron.core.dist_checkpointing before em.wrap",
+            )
+    for method, instead in _REPLACED.items() if modules else ():
+        setattr(model, method, partial(_refuse, f"model.{method}() of a wrapped model: {instead}"))
+
+
+def _refuse(message: str, *_: object, **__: object) -> NoReturn:
+    raise UsageError(message)
+
+
+class Routers:
+    """The routers of a Megatron model, with what its `finalize_model_grads` does with their counts of tokens.
+
+    A router counts in every forward that records gradients. Other models have no such routers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keeps counts and biases in fp32, also in a model that has been converted to 16 bits."""
+        self._routers: list[Any] = [m for m in model.modules() if _named_so(type(m), ("TopKRouter",))]
+        for router in self._routers:
+            for name, buffer in router._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    router._buffers[name] = buffer.float()
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """Moves the biases of experts towards balance, by the tokens of all ranks since the last step.
+
+        Collective if a router in training mode has biases.
+
+        Source: https://arxiv.org/abs/2408.15664, as in Megatron's ``get_updated_expert_bias``.
+        """
+        biased = [r for r in self._routers if r.enable_expert_bias and r.training]
+        biased = [r for r in biased if not getattr(r, "frozen_expert_bias", False)]  # an attribute since 0.19
+        if not biased:
+            return
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        counts = torch.cat([router.local_tokens_per_expert for router in biased])
+        with Wait("the sum of the tokens of each expert", dist.get_process_group_ranks(group)):
+            dist.all_reduce(counts, group=group)
+        for router, tokens in zip(biased, counts.split([len(r.expert_bias) for r in biased]), strict=True):
+            missing = tokens.sum() / len(tokens) - tokens
+            router.expert_bias += torch.sign(missing) * router.config.moe_router_bias_update_rate
+
+    def forget_counts(self) -> None:
+        """Sets the counts to zero: those for the biases, and those for an auxiliary loss over the batches of a step."""
+        for router in self._routers:
+            if router.enable_expert_bias:
+                router.local_tokens_per_expert.zero_()
+            router.reset_global_aux_loss_tracker()
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -319,16 +394,13 @@ def _refuse_settings(model: nn.Module) -> None:
         kind = type(config).__name__
         for setting, why in _UNFIT.items():
             if getattr(config, setting, False):
-                raise ConfigError(f"{kind}.{setting} is on, but {why}: set {setting}=False")
-        if getattr(config, "moe_router_enable_expert_bias", False) and config.moe_router_bias_update_rate:
+                off = None if callable(getattr(config, setting)) else False
+                raise ConfigError(f"{kind}.{setting} is on, but {why}: set {setting}={off}")
+        if "quantile_balancing" in getattr(config, "moe_router_load_balancing_type", ()):
             raise ConfigError(
-                f"{kind}.moe_router_enable_expert_bias is on, but {_FINALIZED} updates the biases: set it to False, or "
-                f"moe_router_bias_update_rate=0 to keep the biases as they are"
-            )
-        if "global_aux_loss" in getattr(config, "moe_router_load_balancing_type", ()):
-            raise ConfigError(
-                f"{kind}.moe_router_load_balancing_type has 'global_aux_loss', but {_FINALIZED} resets its counts of "
-                f"tokens: take 'aux_loss' or 'seq_aux_loss'"
+                f"{kind}.moe_router_load_balancing_type is 'quantile_balancing', whose biases only the "
+                f"finalize_model_grads of Megatron's own data parallelism updates: take moe_router_enable_expert_bias, "
+                f"or one of 'aux_loss', 'seq_aux_loss' and 'global_aux_loss'"
             )
 
 

@@ -7,6 +7,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError, ElixirError, LayoutError, PlanError
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError, PlanError, UsageError
 from elixir_moe.parallel import megatron
 from tests.support.cases import with_further
 from tests.support.megatron_cases import (
@@ -33,8 +34,10 @@ from tests.support.megatron_cases import (
     VOCAB,
     Attention,
     Case,
+    aux_scale,
     build,
     config_of,
+    lm_loss,
     load,
     model_parallel,
     place,
@@ -43,7 +46,7 @@ from tests.support.megatron_cases import (
     state_of,
     wrapped,
 )
-from tests.support.parity import compare, make_optimizer
+from tests.support.parity import compare, make_optimizer, tokens
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -149,6 +152,117 @@ def test_grouped_experts_of_transformer_engine_equal_sequential_ones(
     plan = em.Plan.zero3(rcache_blocks=1, chunk_numel=2 * CHUNK)
     for rank, result in enumerate(ranks(world).run(wrapped, case, plan, *LOOPS[0], wanted["start"])):
         compare(result, wanted, f"{name}, rank {rank}")
+
+
+BALANCED = {
+    "biases": (2, Case(ep=2, experts=4, expert_bias=True)),
+    "loss over a step": (2, Case(ep=2, experts=4, aux=0.5, global_aux=True)),
+    "both, recomputed": (2, Case(ep=2, experts=4, aux=0.5, global_aux=True, expert_bias=True, recompute=True)),
+    "both, tensor-parallel": (2, Case(**SP, etp=2, **NO_BIAS, aux=0.5, global_aux=True, expert_bias=True)),
+    "both, four ranks": (4, Case(**SP, ep=2, etp=2, **NO_BIAS, aux=0.5, global_aux=True, expert_bias=True)),
+}
+"""(ranks, model)."""
+
+
+@pytest.mark.parametrize("accumulation", with_further([1, 2], [2]))
+@pytest.mark.parametrize("name", with_further(BALANCED, ["biases", "loss over a step"]))
+def test_experts_are_balanced_as_in_one_process(
+    name: str, accumulation: int, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    """A rank's part of the loss over a step is a part of a sum over the ranks, of which data parallelism, Megatron's as
+    this one, takes the mean: one process has the same gradient with 1 / dp of the coefficient.
+    """
+    world, case = BALANCED[name]
+    loop = (accumulation, 0.5)
+    wanted = oracle(replace(case, aux=case.aux * case.tp / world), *loop, 1)
+    bias = "decoder.layers.1.mlp.router.expert_bias"
+    assert case.expert_bias == (bias in wanted["state"]) and (not case.expert_bias or wanted["state"][bias].any())
+    for rank, result in enumerate(
+        ranks(world).run(wrapped, case, em.Plan.zero2(chunk_numel=CHUNK), *loop, wanted["start"])
+    ):
+        compare(result, wanted, f"{name}, {accumulation} batches, rank {rank}")
+
+
+def beside_its_own(case: Case, whole: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """{name: (wrapped, in Megatron's data parallelism)}: this rank's slices behind two steps of gradient descent."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    def train(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        rank, world = place()["dp"]
+        for step in range(2):
+            begin()
+            for micro in range(2):
+                rows = tokens(step, micro, SEQ, VOCAB).chunk(world)[rank]
+                with aux_scale(0.5):
+                    (lm_loss(model, rows) / 2).backward()
+            end()
+
+    with shims(), model_parallel(case):
+        own, model = build(case), build(case)
+        for each in (own, model):
+            load(each, whole, case)
+        parallel = DistributedDataParallel(own.config, DistributedDataParallelConfig(), own)
+
+        @torch.no_grad()
+        def descend() -> None:
+            finalize_model_grads([parallel])
+            for parameter in own.parameters():
+                parameter -= parameter.main_grad
+
+        train(parallel, parallel.zero_grad_buffer, descend)
+        megatron.annotate(model)
+        plan = em.Plan.zero2(chunk_numel=CHUNK)
+        model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
+        train(model, optimizer.zero_grad, optimizer.step)
+        theirs = dict((*own.named_parameters(), *own.named_buffers()))
+        ours = (*model.named_parameters(), *model.named_buffers())
+        found = {name: (tensor.detach().clone(), theirs[name].detach().clone()) for name, tensor in ours}
+        optimizer.close()
+        return found
+
+
+@pytest.mark.parametrize("name", with_further(BALANCED, ["loss over a step"]))
+def test_experts_are_balanced_as_in_its_own_data_parallelism(
+    name: str, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    """Two steps at a rate of 1, which sum in another order: as in `test_layers_equal_their_dense_equivalents`."""
+    world, case = BALANCED[name]
+    start = oracle(case, 1, 0.5, 1)["start"]
+    for found in ranks(world).run(beside_its_own, case, start):
+        assert "decoder.layers.1.mlp.router.weight" in found
+        for what, (ours, theirs) in found.items():
+            torch.testing.assert_close(
+                ours, theirs, rtol=2e-5, atol=2e-5, msg=lambda text, what=what: f"{name}, {what}: {text}"
+            )
+
+
+def counts_of_sixteen_bits(folder: Path) -> dict[str, torch.dtype]:
+    """{buffer: dtype} of a router in bf16, behind `wrap` and a load before its first forward."""
+    case = Case(experts=4, aux=0.5, global_aux=True, expert_bias=True)
+    found = {}
+    for path in (None, folder):
+        with shims(), model_parallel(case):
+            model = build(case).bfloat16()
+            megatron.annotate(model)
+            model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.zero2(chunk_numel=CHUNK))
+            if path is not None:
+                em.load(path, model, optimizer)
+            else:
+                em.save(folder, model, optimizer)
+            router = model.decoder.layers[1].mlp.router
+            found = {name: buffer.dtype for name, buffer in router.named_buffers()}
+            lm_loss(model, tokens(0, 0, SEQ, VOCAB)).backward()
+            assert router.local_tokens_per_expert.sum() == router.global_tokens_per_expert.sum() > 0
+            optimizer.zero_grad()
+            assert not router.local_tokens_per_expert.any() and not router.global_tokens_per_expert.any()
+            optimizer.close()
+    return found
+
+
+def test_a_router_counts_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(counts_of_sixteen_bits, tmp_path / "saved")
+    names = ["expert_bias", "ga_steps", "global_tokens_per_expert", "local_tokens_per_expert"]
+    assert sorted(found) == names and set(found.values()) == {torch.float32}
 
 
 @pytest.mark.parametrize("values_on_disk", [False, True])
@@ -386,6 +500,7 @@ def test_uncut_mixers_of_state_spaces_are_replicated(ranks: Ranks) -> None:
 def bad_inputs() -> dict[str, str]:
     """{what was done: the message}, on two ranks."""
     from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
 
     case, said = Case(tp=2), {}
     with shims():
@@ -424,16 +539,12 @@ def bad_inputs() -> dict[str, str]:
             for what, setting, value in (
                 ("fusion", "gradient_accumulation_fusion", True),
                 ("one tensor", "moe_single_grouped_weight", True),
-                ("biases of experts", "moe_router_enable_expert_bias", True),
-                ("global loss", "moe_router_load_balancing_type", "global_aux_loss"),
-                ("global loss among others", "moe_router_load_balancing_type", ["seq_aux_loss", "global_aux_loss"]),
+                ("quantiles", "moe_router_load_balancing_type", "quantile_balancing"),
+                ("own reduction", "finalize_model_grads_func", finalize_model_grads),
             ):
                 layer = _column(case)
                 setattr(layer.config, setting, value)
                 said[what] = _message(ConfigError, megatron.annotate, layer)
-            layer = _column(case)
-            layer.config.moe_router_enable_expert_bias, layer.config.moe_router_bias_update_rate = True, 0.0
-            megatron.annotate(layer)
             layer = _column(case)
             layer.config.__class__ = type("Provider", (type(layer.config),), {"__module__": "of_the_user"})
             layer.config.calculate_per_token_loss = True
@@ -466,9 +577,8 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "shared by stages": "share_embeddings_and_output_weights=False",
             "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
             "one tensor": "set moe_single_grouped_weight=False",
-            "biases of experts": "or moe_router_bias_update_rate=0 to keep the biases as they are",
-            "global loss": "take 'aux_loss' or 'seq_aux_loss'",
-            "global loss among others": "take 'aux_loss' or 'seq_aux_loss'",
+            "quantiles": "take moe_router_enable_expert_bias",
+            "own reduction": "set finalize_model_grads_func=None",
             "a derived config": "Provider.calculate_per_token_loss is on",
             "mixer": "'A_log' of a MambaMixer is cut in a way that Megatron's attributes do not say",
             "Megatron's DDP": "em.wrap takes its place",
@@ -481,6 +591,56 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             f"parameter {name!r} of a" in said["mixer"] for name in ("A_log", "D", "conv1d.weight", "conv1d.bias")
         )
         assert said["version"].count("\n") == 0, "one warning"
+
+
+def of_its_own_data_parallelism(folder: Path) -> dict[str, str]:
+    """{what programs for Megatron's data parallelism do: the message}, on two ranks."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    case, said = Case(tp=2), {}
+    with shims(), model_parallel(case):
+        model = build(case)
+        megatron.annotate(model)
+        model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.zero2(chunk_numel=CHUNK))
+
+        def save(part: Any) -> None:
+            dist_checkpointing.save(part.sharded_state_dict(), folder)
+
+        said["save"] = _message(UsageError, save, model)
+        said["save a part"] = _message(UsageError, save, model.decoder)
+        said["finalize"] = _message(UsageError, finalize_model_grads, [model])
+        said["zero"] = _message(UsageError, model.zero_grad_buffer)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        batch = torch.zeros(1, SEQ, dtype=torch.int64)
+
+        def step(_: Any, model: nn.Module) -> Any:
+            return model(batch, batch, None, labels=batch), lambda loss: (loss.mean(), {})
+
+        said["schedule"] = _message(
+            UsageError,
+            lambda: get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=None,
+                model=[model],
+                num_microbatches=1,
+                seq_length=SEQ,
+                micro_batch_size=1,
+            ),
+        )
+        optimizer.close()
+    return said
+
+
+def test_calls_of_its_own_data_parallelism_name_what_to_write(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(of_its_own_data_parallelism, tmp_path / "saved"):
+        assert "Save with em.save(folder, model, optimizer)" in said["save"]
+        assert said["save a part"] == said["save"]
+        assert "set config.finalize_model_grads_func = None" in said["finalize"]
+        assert said["schedule"] == said["finalize"]
+        assert "call optimizer.zero_grad()" in said["zero"]
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ examples

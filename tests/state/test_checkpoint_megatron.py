@@ -36,6 +36,11 @@ CASES = {
         Case(tp=2, etp=2, **MIXTURE, te_grouped=True),
         Case(**MIXTURE | {"sequence_parallel": False}, te_grouped=True),
     ),
+    "learned sinks": (Case(tp=2, sinks=True), Case(sinks=True)),
+    "biases of experts": (
+        Case(tp=2, etp=2, **MIXTURE, expert_bias=True),
+        Case(ep=2, **MIXTURE | {"sequence_parallel": False}, expert_bias=True),
+    ),
     "experts in one matrix": (
         Case(tp=2, etp=2, **MIXTURE, grouped=True),
         Case(ep=2, **MIXTURE | {"sequence_parallel": False}, grouped=True),

@@ -8,6 +8,7 @@ under test. The oracle is the same Megatron model in one process under plain tor
 
 import gc
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -55,7 +56,14 @@ class Case:
     shared_expert: bool = False
     layers: int = 2
     aux: float = 0.0
+    global_aux: bool = False
+    """The auxiliary loss is of all batches of a step, not of each."""
+    expert_bias: bool = False
+    """Experts are chosen by sigmoids with biases that each step moves towards balance."""
     recompute: bool = False
+    """Each layer is recomputed in backward."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of layers are, and the inputs of others: Megatron's names."""
     rope: bool = False
     sinks: bool = False
     """A learned term for each head in the denominator of its softmax, in Megatron's own attention."""
@@ -265,7 +273,10 @@ def config_of(case: Case) -> Any:
         moe_ffn_hidden_size=EXPERT_FFN if case.experts else None,
         num_moe_experts=case.experts,
         moe_router_topk=2,
-        moe_router_load_balancing_type="aux_loss" if case.aux else "none",
+        moe_router_load_balancing_type=("global_aux_loss" if case.global_aux else "aux_loss") if case.aux else "none",
+        moe_router_score_function="sigmoid" if case.expert_bias else "softmax",
+        moe_router_enable_expert_bias=case.expert_bias,
+        moe_router_bias_update_rate=0.05,
         moe_aux_loss_coeff=case.aux,
         moe_token_dispatcher_type=case.dispatcher,
         moe_grouped_gemm=case.grouped or case.te_grouped,
@@ -281,7 +292,8 @@ def config_of(case: Case) -> Any:
         activation_func=F.silu if case.gated else F.gelu,
         add_bias_linear=case.bias,
         qk_layernorm=case.qk_layernorm,
-        recompute_granularity="full" if case.recompute else None,
+        recompute_granularity="full" if case.recompute else "selective" if case.recompute_modules else None,
+        recompute_modules=list(case.recompute_modules) or None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
         softmax_type="learnable" if case.sinks else "vanilla",
@@ -311,7 +323,7 @@ def build(case: Case, config: Any = None) -> nn.Module:
         spec = get_gpt_layer_local_spec(experts, case.grouped, case.qk_layernorm)
         parts, attention = spec.submodules, spec.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-        if not case.sinks:
+        if not case.sinks and "core_attn" not in case.recompute_modules:
             attention.core_attention = Attention
         if case.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
@@ -454,6 +466,16 @@ def _pipeline(model: nn.Module, batches: list[Tensor]) -> float:
     return sum(item["loss"] for item in losses) / len(batches)
 
 
+def _balance(model: Any) -> None:
+    """What Megatron's finalize_model_grads does beside the reduction of gradients."""
+    from megatron.core.distributed import finalize_model_grads
+
+    own: Any = sys.modules[finalize_model_grads.__module__]
+    if model.config.moe_router_enable_expert_bias:
+        own._update_router_expert_bias([model], model.config)
+    own.reset_model_temporary_tensors(model.config, [model])
+
+
 def train(
     model: nn.Module, optimizer: Any, accumulation: int, clip: float | None, rank: int, world: int, parts: int = 1
 ) -> dict[str, Any]:
@@ -464,8 +486,10 @@ def train(
     for step in range(STEPS):
         batches = [tokens(step, micro, SEQ, VOCAB)[rank * rows : (rank + 1) * rows] for micro in range(accumulation)]
         total = _accumulate(model, batches, parts) if whole else _pipeline(model, batches)
+        plain = not isinstance(optimizer, em.ShardedOptimizer)
+        if plain:
+            _balance(model)
         if clip is not None:
-            plain = not isinstance(optimizer, em.ShardedOptimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if plain else optimizer.clip_grad_norm_(clip)
             norms.append(norm.item())
         optimizer.step()
