@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.checkpoint.storage import read_manifest
 from tests.runtime.test_habits import Frozen, Net, Tied, Unused, mean_square
+from tests.state.test_checkpoint_files import spoilt
 from tests.support.cases import with_further
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -186,6 +188,95 @@ def test_the_milestones_of_a_schedule_behind_another_come_back(tmp_path: Path, o
     other, resumed, schedule = scheduled()
     schedule.load_state_dict(load(tmp_path / "start", other, resumed))
     assert rates(other, resumed, schedule) == wanted
+
+
+def of_group(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Writes an option of the first param_group into a manifest."""
+    return lambda fields: fields["param_groups"][0]["options"].update({name: value})
+
+
+def of_piece(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Writes what the optimizer keeps for each piece of a parameter into a manifest."""
+
+    def change(fields: dict[str, Any]) -> None:
+        for piece in fields["parameters"]["first.weight"]["pieces"]:
+            piece["scalars"][name] = value
+
+    return change
+
+
+NAN, INF = {"$float": "nan"}, {"$float": "inf"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (of_group("params", []), r"param_groups\[0\]\['params'\]: parameters are no option"),
+        (lambda f: f["param_groups"][0]["options"].pop("lr"), r"param_groups\[0\]\['lr'\] is missing"),
+        (of_group("lr", NAN), r"param_groups\[0\]\['lr'\] is 'nan', expected a finite number, as 0.01: use another"),
+        (of_group("lr", INF), r"param_groups\[0\]\['lr'\] is 'inf', expected a finite number"),
+        (of_group("lr", "abc"), r"param_groups\[0\]\['lr'\] is 'abc', expected a finite number"),
+        (of_group("lr", True), r"param_groups\[0\]\['lr'\] is 'True', expected a finite number"),
+        (of_group("lr", 10**400), r"param_groups\[0\]\['lr'\] is '1000.*', expected a finite number"),
+        (of_group("initial_lr", None), r"param_groups\[0\]\['initial_lr'\] is 'None', expected a finite number"),
+        (of_group("betas", [0.9]), r"param_groups\[0\]\['betas'\] is '\[0.9\]', expected 2 values as \(0.9, 0.999\)"),
+        (of_group("betas", [0.9, NAN]), r"param_groups\[0\]\['betas'\] is '\[0.9, nan\]', expected 2 values"),
+        (of_group("maximize", 3), r"param_groups\[0\]\['maximize'\] is '3', expected True or False"),
+        (of_piece("updates", -1), r"parameter 'first.weight': 'updates' is -1, expected a number of updates, from 0"),
+        (of_piece("updates", 1e30), "'updates' is 1e.30, expected a number of updates"),
+        (of_piece("updates", 10**30), "'updates' is 10{30}, expected a number of updates"),
+        (of_piece("updates", "abc"), "'updates' is abc, expected a number of updates"),
+        (lambda f: f.update(loss_scale={"scale": NAN, "growth_interval": 1, "clean_steps": 0}), "is no loss scale"),
+        (lambda f: f.update(loss_scale={"scale": 1.0, "growth_interval": 0, "clean_steps": 0}), "is no loss scale"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_named_before_anything_changes(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, opened: Any
+) -> None:
+    refuses(change, said, tmp_path, opened, adamw)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (of_piece("step", -1), "'step' is -1, expected a number of updates, from 0 to 4294967295"),
+        (of_piece("step", NAN), "'step' is nan, expected a number of updates"),
+        (of_piece("step", {"$tensor": ["F32", [], "AAAAAAA"]}), r"'step': .* is no value of a checkpoint"),
+    ],
+)
+def test_what_any_optimizer_keeps_is_checked_before_anything_changes(
+    change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, opened: Any
+) -> None:
+    refuses(change, said, tmp_path, opened, lambda m: torch.optim.Adadelta(m.parameters()))
+
+
+def refuses(change: Callable[[dict[str, Any]], None], said: str, folder: Path, opened: Any, make: Make) -> None:
+    """Loads a checkpoint whose manifest was changed, by somebody who can compute its hash; then trains on."""
+    model, optimizer = opened(Net(), make)
+    steps(model, optimizer, 0, 1)
+    save(folder / "first", model, optimizer)
+    spoilt(folder / "first", change)
+    steps(model, optimizer, 1, 1)
+    save(folder / "second", model, optimizer)
+    with pytest.raises(em.CheckpointError, match=r"first/manifest\.json: .*" + said):
+        load(folder / "first", model, optimizer)
+    steps(model, optimizer, 2, 1)
+    found = em.full_state_dict(model, all_ranks=True)
+    load(folder / "second", model, optimizer)
+    steps(model, optimizer, 2, 1)
+    assert_same(em.full_state_dict(model, all_ranks=True), found)
+
+
+def test_options_of_another_form_of_the_same_kind_are_loaded(tmp_path: Path, opened: Any) -> None:
+    """A rate as a tensor or of NumPy, a None in the place of a flag, and options that a scheduler has added."""
+    model, optimizer = opened(Net())
+    given = {"lr": np.float64(0.5), "betas": [0.5, torch.tensor(0.75)], "foreach": True, "initial_lr": 1, "mine": "x"}
+    optimizer.param_groups[0].update(given)
+    save(tmp_path / "a", model, optimizer)
+    other, resumed = opened(Net(), lambda m: adamw(m, foreach=None))
+    load(tmp_path / "a", other, resumed)
+    assert {name: resumed.param_groups[0][name] for name in given} == given
+    steps(other, resumed, 0, 1)
 
 
 def test_a_buffer_that_cannot_be_written_is_named_before_a_weight_changes(tmp_path: Path, opened: Any) -> None:

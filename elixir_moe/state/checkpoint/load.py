@@ -4,10 +4,13 @@ Owns the checks before anything changes, and the copy of each element to its pre
 then every parameter, shape and tensor is looked up, on all ranks. The first shard is written only when all agree.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -41,6 +44,12 @@ from elixir_moe.state.safetensors_format import DTYPES
 from elixir_moe.state.wrapped import Wrapped
 
 _MOST_NAMED = 8
+_MOST_TEXT = 100
+"""Most characters of a saved value in an error message."""
+_MOST_STEPS = 2**32
+"""More than a training has; ranks compare their numbers of steps in as many bits (`optim.decision`)."""
+_RATES = ("lr", "initial_lr")
+"""Options that are numbers, whether or not the optimizer has them now: a scheduler adds one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +61,10 @@ class _Move:
     """Source pieces, with pairs of (part of the shard, part of the piece)."""
     names: tuple[str, ...]
     """Names of the tensors read from each piece."""
+    updates: int | None
+    """How often the parameter has been updated; None if its optimizer state stays as it is."""
+    values: dict[str, Any]
+    """What the optimizer keeps for the whole piece, by its names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +102,9 @@ def load(
     Raises:
         CheckpointError: on all ranks, with nothing changed: a file is damaged, missing, a link or of another version; a
             parameter or buffer is missing, unknown, or has another shape; another optimizer was saved, or its state in
-            another precision; or it was saved with ``frozen=False``, and the frozen weights of the model are not those
-            of the save.
+            another precision; an option of a param_group is not of the kind of the present one, or a number of updates
+            is not one; or it was saved with ``frozen=False``, and the frozen weights of the model are not those of the
+            save.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
@@ -181,7 +195,12 @@ def _look_up(
         buffers=sources,
         extra_states=[(modules[key], decode(value, f"{where}: {key}")) for key, value in extra_states.items()],
         random=read_random_states(manifest.rng[rank], f"{where}: rng {rank}") if rank < manifest.world else None,
-        options=[decode(group.options, f"{where}: param_groups") for group in manifest.param_groups],
+        options=[
+            _options(saved.options, group, f"{where}: param_groups[{index}]")
+            for index, (saved, group) in enumerate(
+                zip(manifest.param_groups, wrapped.optimizer.param_groups, strict=False)
+            )
+        ],
         loss_scale=_loss_scale(scale, where) if scale is not None else None,
         extra=decode(manifest.extra, f"{where}: extra"),
     )
@@ -316,13 +335,16 @@ def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path
     parts = [(piece, pairs) for piece in entry.pieces if (pairs := list(overlap(*_in_one_grid(held, entry, piece))))]
     first = parts[0][0]
     names: tuple[str, ...] = (WEIGHT,)
+    updates: int | None = None
+    values: dict[str, Any] = {}
     if held.chunk.spec.key.trainable and entry.trainable:
         names = tuple(first.state)
         _check_state(held, [piece for piece, _ in parts], directory, state)
+        updates, values = _read_scalars(first, f"{directory / MANIFEST}: parameter {held.name!r}")
     for piece, _ in parts:
         for name in names:
             files.check(piece.file, piece.key(held.name, name), piece.state[name], (piece.span.numel,))
-    return _Move(held=held, parts=parts, names=names)
+    return _Move(held=held, parts=parts, names=names, updates=updates, values=values)
 
 
 def _in_one_grid(held: HeldPiece, entry: ParameterRecord, piece: SavedPiece) -> tuple[Span, Span]:
@@ -346,19 +368,86 @@ def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, sta
                 f"expert parallelism it was saved with"
             )
     kept = {WEIGHT, *state.of(held.parameter)}
-    if type(first.scalars.get(UPDATES)) is not int or (kept != set(first.state) and state.keeps_always_the_same):
+    if UPDATES not in first.scalars or (kept != set(first.state) and state.keeps_always_the_same):
         raise CheckpointError(
             f"{directory / MANIFEST}: for parameter {held.name!r} it has {sorted(first.state)} and "
             f"{sorted(first.scalars)}, expected {sorted(kept)} and {[UPDATES]}"
         )
 
 
+def _read_scalars(piece: SavedPiece, where: str) -> tuple[int, dict[str, Any]]:
+    """The number of updates of a piece, and what the optimizer keeps for all of it. Raises CheckpointError."""
+    values = {name: decode(value, f"{where}: {name!r}") for name, value in piece.scalars.items()}
+    for name in (UPDATES, "step"):
+        if name not in values:
+            continue
+        count = _number(values[name])
+        if count is None or not 0 <= count < _MOST_STEPS or (name == UPDATES and type(values[name]) is not int):
+            raise CheckpointError(
+                f"{where}: {name!r} is {str(values[name])[:_MOST_TEXT]}, expected a number of updates, from 0 to "
+                f"{_MOST_STEPS - 1}: use another checkpoint"
+            )
+    updates = values.pop(UPDATES)
+    return updates, {optimizer_name(name): value for name, value in values.items() if name != CODES}
+
+
+def _options(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The saved options of a param_group, but for the names of its parameters.
+
+    Raises CheckpointError for one that is not of the present one's kind, and names `where` and the option.
+    """
+    if "params" in saved:
+        raise CheckpointError(f"{where}['params']: parameters are no option; use another checkpoint")
+    if "lr" in group and "lr" not in saved:
+        raise CheckpointError(f"{where}['lr'] is missing; use another checkpoint")
+    options = {name: decode(value, f"{where}[{name!r}]") for name, value in saved.items() if name != "param_names"}
+    for name, value in options.items():
+        present = group.get(name, 0.0 if name in _RATES else None)
+        if (expected := _other_kind(value, present)) is not None:
+            raise CheckpointError(
+                f"{where}[{name!r}] is {str(value)[:_MOST_TEXT]!r}, expected {expected}: use another checkpoint, or "
+                f"set the option to one of the kind of the save before em.load"
+            )
+    return options
+
+
+def _other_kind(saved: Any, present: Any) -> str | None:
+    """What is expected in the place of a saved option, if that is not of the kind of the present one."""
+    number = _number(present)
+    if isinstance(present, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and len(saved) == len(present)
+        if not fits or any(_other_kind(*both) is not None for both in zip(saved, present, strict=True)):
+            return f"{len(present)} values as {present}"
+    elif number is not None:
+        found = _number(saved)
+        if found is None or math.isfinite(number) > math.isfinite(found):
+            return f"a finite number, as {present}"
+    elif isinstance(present, bool) and not isinstance(saved, (bool, NoneType)):
+        return "True or False"
+    elif isinstance(present, str) and not isinstance(saved, str):
+        return f"a text, as {present!r}"
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a tensor of one, as a float; None for anything else, True and False among it."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _loss_scale(fields: Any, where: str) -> LossScale:
-    numbers = (int, float)  # whichever a user has set
-    wanted = {"scale": numbers, "growth_interval": numbers, "clean_steps": (int,)}
-    fits = isinstance(fields, dict) and fields.keys() == wanted.keys()
-    if not fits or any(type(fields[name]) not in kinds for name, kinds in wanted.items()):
-        raise CheckpointError(f"{where}: {str(fields)[:100]} is no loss scale")
+    fits = isinstance(fields, dict) and fields.keys() == {"scale", "growth_interval", "clean_steps"}
+    numbers = {name: _number(value) for name, value in fields.items()} if fits else {}
+    for name, least in (("scale", math.ulp(0.0)), ("growth_interval", 1), ("clean_steps", 0)):
+        number = numbers.get(name)
+        if number is None or not least <= number < math.inf:
+            raise CheckpointError(f"{where}: {str(fields)[:_MOST_TEXT]} is no loss scale")
     return LossScale(**fields)
 
 
@@ -389,18 +478,13 @@ def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
     held, (first, _) = move.held, move.parts[0]
     held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
-    if len(move.names) > 1 or (held.chunk.spec.key.trainable and UPDATES in first.scalars):
-        values = {
-            optimizer_name(name): decode(value, name)
-            for name, value in first.scalars.items()
-            if name not in (UPDATES, CODES)
-        }
+    if move.updates is not None:
         dtypes = {optimizer_name(name): DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
-        room = state.replace(held.parameter, dtypes, values)
+        room = state.replace(held.parameter, dtypes, move.values)
         kept |= {saved_name(name): elements for name, elements in room.items()}
         trained = state.piece_of(held.parameter)
         assert trained is not None
-        trained.steps = first.scalars[UPDATES]
+        trained.steps = move.updates
     shard = held.chunk.shard
     for name in move.names:
         saved = DTYPES[first.state[name]]
