@@ -10,13 +10,14 @@ import random
 import shutil
 import signal
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -125,7 +126,20 @@ VALUE = {
     "j": np.arange(4.0),
     "k": torch.rand(3) < 0.5,
     "l": Counter({2: 1, 4: 2}),
+    "m": OrderedDict({"b": OrderedDict({2: "x", "$y": 3}), "a": ()}),
+    "n": torch.Size([2, 3]),
+    "o": [np.float64(0.1), np.float32(-math.inf), np.int8(-1), np.bool_(True), np.dtype(">i4").type(5)],
+    "p": {np.int64(3): np.array(2.5), torch.Size([]): True},
 }
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Kind(IntEnum):
+    ONE = 1
 
 
 def same(a: Any, b: Any) -> bool:
@@ -146,9 +160,25 @@ def test_values_come_back_as_they_were() -> None:
     assert same(decode(encode(random.getstate(), ""), ""), random.getstate())
 
 
-def test_what_cannot_be_saved_is_named() -> None:
-    with pytest.raises(em.CheckpointError, match=r"extra\['a'\]\[1\] is a object.*state_dict"):
-        encode({"a": [1, object()]}, "extra")
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        Path("/tmp"),
+        {1, 2},
+        Point(1, 2),
+        defaultdict(list, {"a": [1]}),
+        Kind.ONE,
+        bytearray(b"x"),
+        np.str_("x"),
+        np.ma.masked_array([1.0, 2.0], mask=[True, False]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_something_else_is_named(value: Any) -> None:
+    said = rf"extra\['a'\]\[1\] is a {type(value).__name__}: a checkpoint holds.*state_dict.*the plain one"
+    with pytest.raises(em.CheckpointError, match=said):
+        encode({"a": [1, value]}, "extra")
 
 
 @pytest.mark.parametrize(
@@ -160,6 +190,10 @@ def test_what_cannot_be_saved_is_named() -> None:
         {"$tensor": 3},
         {"$array": ["O", [1], "AAAAAAAA"]},
         {"$array": [["a", "O"], [1], "AAAAAAAA"]},
+        {"$scalar": ["O", "AAAAAAAA"]},
+        {"$scalar": ["<f4", "AAAAAAAAAAA="]},
+        {"$size": ["a"]},
+        {"$ordered": [[[1], 2]]},
         {"$bytes": "!"},
         {"$float": "1e9"},
         {"$dict": [[[1], 2]]},

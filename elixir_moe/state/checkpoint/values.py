@@ -1,19 +1,19 @@
 """Plain values as JSON and back, exactly: the content of a checkpoint besides parameters.
 
 Owns the encoding. Decoding never executes anything: it produces only numbers, texts, bytes, lists, tuples, dicts,
-counters, tensors and arrays.
+counters, tensors and arrays. A value comes back as one of the same class, or is refused: subclasses of these are,
+except those with a tag. Of a tensor's subclass the plain tensor comes back.
 
     unchanged      None, bool, int, finite float, str, list, dict with str keys
-    tagged         {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$float": "nan"}  {"$bytes": base64}
-                   {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}
-                   {"$counter": [[key, count], ...]}
+    tagged         {"$tuple": [...]}  {"$size": [...]}  {"$float": "nan"}  {"$bytes": base64}
+                   {"$dict": [[key, value], ...]}  {"$ordered": [[key, value], ...]}  {"$counter": [[key, count], ...]}
+                   {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}  {"$scalar": [dtype, base64]}
 """
 
 import base64
 import binascii
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -24,36 +24,39 @@ from elixir_moe.state.safetensors_format import DTYPES, NAMES
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ARRAY_KINDS = "biuf"
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_KINDS = {tag: kind for kind, tag in _MAPPINGS.items()}
 
 
 def encode(value: Any, where: str) -> Any:
     """`value` in a form that JSON can hold. Raises CheckpointError, which names the place, for any other type."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, str)):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float):
+    if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
-    if isinstance(value, (bytes, bytearray)):
-        return {"$bytes": _text(bytes(value))}
-    if isinstance(value, (list, tuple)):
+    if kind is bytes:
+        return {"$bytes": _text(value)}
+    if kind is torch.Size:
+        return {"$size": list(value)}
+    if kind in (list, tuple):
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return {"$tuple": items} if isinstance(value, tuple) else items
-    if type(value) is Counter:  # the milestones of an LR scheduler
-        return {"$counter": [[encode(key, f"a key of {where}"), encode(item, where)] for key, item in value.items()]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return items if kind is list else {"$tuple": items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if kind in _MAPPINGS:
         pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        return {"$dict": pairs}
+        return {_MAPPINGS[kind]: pairs}
     if isinstance(value, torch.Tensor) and value.dtype in NAMES and value.layout == torch.strided:
         flat = value.detach().cpu().contiguous().reshape(-1)
         return {"$tensor": [NAMES[value.dtype], list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]}
-    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+    if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
+        return {"$scalar": [value.dtype.str, _text(value.tobytes())]}
+    if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
         return {"$array": [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}: a checkpoint holds None, numbers, texts, bytes, lists, tuples, dicts, "
-        f"tensors and arrays; of an object save its state_dict()"
+        f"{where} is a {kind.__name__}: a checkpoint holds None, numbers, texts, bytes, lists, tuples, dicts, tensors "
+        f"and arrays; of an object save its state_dict(), and of another kind of dict, tuple or number the plain one"
     )
 
 
@@ -76,10 +79,10 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
     match tag:
         case "$tuple":
             return tuple(decode(item, where) for item in content)
-        case "$dict":
-            return {decode(key, where): decode(item, where) for key, item in content}
-        case "$counter":
-            return Counter({decode(key, where): decode(item, where) for key, item in content})
+        case "$size":
+            return torch.Size(content)
+        case "$dict" | "$ordered" | "$counter":
+            return _KINDS[tag]({decode(key, where): decode(item, where) for key, item in content})
         case "$float":
             return _FLOATS[content]
         case "$bytes":
@@ -94,11 +97,20 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
             return data.view(DTYPES[name]).reshape(shape)
         case "$array":
             name, shape, text = content
-            dtype = np.dtype(name)
-            if dtype.kind not in _ARRAY_KINDS:
-                raise ValueError(f"arrays of {dtype} are not read")
-            return np.frombuffer(_bytes(text), dtype=dtype).reshape(shape).copy()
+            return np.frombuffer(_bytes(text), dtype=_numbers(name)).reshape(shape).copy()
+        case "$scalar":
+            name, text = content
+            (scalar,) = np.frombuffer(_bytes(text), dtype=_numbers(name))
+            return scalar
     raise KeyError(tag)
+
+
+def _numbers(name: Any) -> "np.dtype[Any]":
+    """NumPy's dtype of that name. Raises ValueError unless it is one of numbers."""
+    dtype = np.dtype(name)
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"arrays of {dtype} are not read")
+    return dtype
 
 
 def _text(data: bytes) -> str:
