@@ -19,24 +19,34 @@
 // value is exact.
 //
 //     bfloat16   16 random bits
-//     code       8 bits and an exponent, in a byte of its own, for each block of 256 elements. A code is a float with
-//                three bits of mantissa, counted down from the largest exponent of its block:
+//     code       8 bits. Each block of 256 elements has an exponent, in a byte of its own. A code is a float without
+//                exponent bits of its own kind: it counts steps down from the largest exponent of its block.
 //
-//                    q        = bits of |x| >> 20, after 20 random bits were added
-//                    exponent = max(q of the block) >> 3
-//                    base     = max(8 * exponent + 7 - most, 0)     most = 127 for exp_avg, 255 for exp_avg_sq
-//                    code     = q - base, 0 at least                exp_avg: and the sign in the upper bit, but for 0
-//                               q - base, 1 at least, 0 for 0       exp_avg_sq
+//                               exp_avg                 exp_avg_sq
+//                    x          |m|                     u = sqrt(sqrt(v)); v = (u * u) * (u * u), exactly
+//                    shift      20: 3 mantissa bits     18: 5 mantissa bits
+//                    half       64, and a sign bit      128
 //
-//                Scales are powers of two: a block whose largest element changes keeps the grid of all others, and a
-//                value on the grid is never rounded again. A code reaches from 2^-15 (exp_avg) and 2^-31 (exp_avg_sq)
-//                of the block's largest element up. Nothing encodes a second moment above zero as zero.
+//                    q        = bits of x >> shift, after `shift` random bits were added
+//                    exponent = max(q of the block) without its mantissa bits
+//                    fine     = first q of the upper 8 octaves of m, or 4 of u
+//                    code     = q - fine + half                         from fine on
+//                               (q + two random bits >> 2) - fine / 4 + half   below: two bits of mantissa fewer
+//
+//                So codes are fine for gradients from 2^-8 of the block's largest up, and coarse down to 2^-39. Below
+//                that a first moment is 0. A second moment above zero never is: it gets the smallest code, or that of
+//                2^-124, below which the products underflow. Scales are powers of two: a block whose largest element
+//                changes keeps the grid of all others, and a value on a grid is not rounded again.
+//
+//                Why the fourth root: stochastic rounding keeps the mean of what is rounded, here of a first moment.
+//                With v rounded so, its errors walk through a thousand steps, and 1 / sqrt(v) is too large by 3/8 of
+//                their variance V, on average. Rounding v^a instead leaves (a / 2 - 1 / 8) V: nothing for a = 1/4.
 //
 // Random bits depend on (key, index of the element) alone, whatever the threads and the instruction set. One word of 32
 // bits serves all three; none shares its upper bits, which decide, with another:
 //
 //                  weight     exp_avg    exp_avg_sq
-//     codes        0 .. 15    0 .. 19    12 .. 31
+//     codes        0 .. 15    0 .. 21    14 .. 31, 0 and 1
 //     bfloat16     0 .. 15    8 .. 23    16 .. 31
 //
 // The word is the 32-bit finalizer "lowbias32" of C. Wellons (hash-prospector, 2018) of index ^ key[0], with key[1]

@@ -102,42 +102,75 @@ inline H zero_where_zero(H value, H tested) {
     return tested == 0 ? H{} : value;
 }
 
-constexpr std::uint16_t kMostAvg = 127, kMostSq = 255;
+/// How a moment is coded (narrow.hpp).
+struct Coding {
+    std::uint32_t shift;  // bits of a float below its step
+    std::uint32_t half;   // the first fine code
+    std::uint32_t least;  // exponents below it count as it: no step is negative, and no second moment underflows
+    std::uint32_t first;  // no code is below this one's step, in coarse steps
+};
+constexpr Coding kAvg{.shift = 20, .half = 64, .least = 39, .first = 0};
+constexpr Coding kSq{.shift = 18, .half = 128, .least = 99, .first = 96 << 3};
+constexpr std::uint16_t kSize = 127;  // of the code of exp_avg; the sign is above
 
-inline std::uint16_t base_of(std::uint32_t exponent, std::uint32_t most) {
-    const std::uint32_t top = 8 * exponent + 7;
-    return static_cast<std::uint16_t>(top > most ? top - most : 0);
+inline std::uint32_t exponent_of(const Coding& coding, std::uint32_t step) {
+    return larger(step >> (23 - coding.shift), coding.least);
 }
 
-/// The steps below the first code of a block.
+/// What the codes of a block are counted from: in fine steps, and in coarse ones of four.
 template <class V>
-struct Bases {
-    typename V::H avg, sq;
+struct Base {
+    typename V::H fine, coarse, first;
 };
 
 template <class V>
-inline Bases<V> bases_of(std::uint32_t exponent_avg, std::uint32_t exponent_sq) {
-    return {typename V::H{} + base_of(exponent_avg, kMostAvg), typename V::H{} + base_of(exponent_sq, kMostSq)};
+inline Base<V> base_of(const Coding& coding, std::uint32_t exponent) {
+    using H = typename V::H;
+    const std::uint32_t fine = ((exponent + 1) << (23 - coding.shift)) - coding.half;
+    const std::uint32_t coarse = fine / 4 - coding.half;
+    const std::uint32_t first = coding.first > coarse + 1 ? coding.first - coarse : 1;
+    const auto all = [](std::uint32_t x) { return H{} + static_cast<std::uint16_t>(x); };
+    return {all(fine - coding.half), all(coarse), all(first)};
 }
 
-/// The new numbers of steps of a block, q of narrow.hpp; that of exp_avg with the sign in bit 11.
+template <class V>
+struct Bases {
+    Base<V> avg, sq;
+};
+
+/// The code of a step q. The larger of both is that of its range: from `fine` on fine steps count more.
+template <class V>
+inline typename V::H code_of(const Base<V>& base, typename V::H q, typename V::H random) {
+    return larger<typename V::H>(V::minus_or_zero((q + random) >> 2, base.coarse), V::minus_or_zero(q, base.fine));
+}
+
+/// The step of a code; 0 of 0.
+template <class V>
+inline typename V::H step_of(const Base<V>& base, typename V::H code) {
+    return zero_where_zero(smaller<typename V::H>(code + base.fine, (code + base.coarse) << 2), code);
+}
+
+/// The new steps of a block, with the random bits of coarse ones above: exp_avg has the sign in bit 11, and its random
+/// bits from 12 on, exp_avg_sq from 13 on.
 struct Steps {
     alignas(64) std::uint16_t avg[kCodeBlock];
     alignas(64) std::uint16_t sq[kCodeBlock];
 };
-constexpr std::uint16_t kSteps = 0x7ff;
+constexpr std::uint16_t kStepsAvg = 0x7ff, kStepsSq = 0x1fff;
 
 template <class V>
-inline typename V::Floats decode_avg(const NarrowArrays& a, typename V::H base, std::size_t i) {
+inline typename V::Floats decode_avg(const NarrowArrays& a, const Base<V>& base, std::size_t i) {
     const auto code = load_bytes<V>(a.exp_avg, i);
-    const auto size = code & kMostAvg;
-    return widen<V>(zero_where_zero((size + base) << 4, size) | (code ^ size) << 8);
+    const auto size = code & kSize;
+    return widen<V>(step_of<V>(base, size) << (kAvg.shift - 16) | (code ^ size) << 8);
 }
 
 template <class V>
-inline typename V::Floats decode_sq(const NarrowArrays& a, typename V::H base, std::size_t i) {
+inline typename V::Floats decode_sq(const NarrowArrays& a, const Base<V>& base, std::size_t i) {
     const auto code = load_bytes<V>(a.exp_avg_sq, i);
-    return widen<V>(zero_where_zero((code + base) << 4, code));
+    const auto u = widen<V>(step_of<V>(base, code) << (kSq.shift - 16));
+    const auto low = u.low * u.low, high = u.high * u.high;
+    return {low * low, high * high};
 }
 
 constexpr std::size_t bytes_of(Moments moments) {
@@ -153,16 +186,19 @@ inline void fetch_ahead(const void* array, std::size_t i, std::size_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(address));
 }
 
-/// Adam's arithmetic.
+/// Adam's arithmetic; returns sqrt(v).
 template <class V>
-inline void advance(const AdamConstants& c, typename V::F& p, typename V::F& m, typename V::F& v, typename V::F g) {
+inline typename V::F advance(const AdamConstants& c, typename V::F& p, typename V::F& m, typename V::F& v,
+                             typename V::F g) {
     g = g * c.grad_scale;
     if (c.l2_decay != 0.0f) g = g + p * c.l2_decay;
     p = p * c.shrink;
     m = (c.lerp_from_avg ? m : g) + c.lerp_weight * (g - m);
     v = v * c.beta2 + (c.one_minus_beta2 * g) * g;
-    const auto denominator = V::sqrt(v) * c.one_over_sqrt_correction2 + c.eps;
+    const auto root = V::sqrt(v);
+    const auto denominator = root * c.one_over_sqrt_correction2 + c.eps;
     p = p + (c.neg_step_size * m) / denominator;
+    return root;
 }
 
 /// Updates 2 * width elements from i on, `at` being the first of the block; codes are left as numbers of steps.
@@ -184,8 +220,8 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
         m = load<V, moments_dtype>(a.exp_avg, i);
         v = load<V, moments_dtype>(a.exp_avg_sq, i);
     }
-    advance<V>(c, p.low, m.low, v.low, g.low);
-    advance<V>(c, p.high, m.high, v.high, g.high);
+    const auto root_low = advance<V>(c, p.low, m.low, v.low, g.low);
+    const auto root_high = advance<V>(c, p.high, m.high, v.high, g.high);
 
     const I random_low = draw<V>(a, false, i), random_high = draw<V>(a, true, i);
     const auto to_halves = [](void* array, std::size_t first, I low, I high) {
@@ -201,14 +237,18 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
         if (a.compute_dtype == Dtype::float16) store_float16s<V>(a.compute, i, p);
     }
     if constexpr (moments == Moments::code) {
-        const auto avg = [](typename V::F x, I r) { return (std::bit_cast<I>(x) + (r & 0xfffff)) >> 20; };
-        const auto sq = [](typename V::F x, I r) { return above_zero<V>((std::bit_cast<I>(x) + (r >> 12)) >> 20, x); };
+        const auto avg = [](typename V::F x, I r) {
+            return (std::bit_cast<I>(x) + (r & 0xfffff)) >> kAvg.shift | (r >> 8 & 0x3000);
+        };
+        const auto sq = [](typename V::F root, I r) {
+            return (std::bit_cast<I>(V::sqrt(root)) + (r >> 14)) >> kSq.shift | (r & 3) << 13;
+        };
         const auto q_avg = V::pack(avg(m.low, random_low), avg(m.high, random_high));
-        const auto q_sq = V::pack(sq(v.low, random_low), sq(v.high, random_high));
+        const auto q_sq = V::pack(sq(root_low, random_low), sq(root_high, random_high));
         store(steps.avg + (i - at), q_avg);
         store(steps.sq + (i - at), q_sq);
-        top_avg = larger<typename V::H>(top_avg, q_avg & kSteps);
-        top_sq = larger(top_sq, q_sq);
+        top_avg = larger<typename V::H>(top_avg, q_avg & kStepsAvg);
+        top_sq = larger<typename V::H>(top_sq, q_sq & kStepsSq);
     } else if constexpr (moments == Moments::bfloat16) {
         const auto avg = [](typename V::F x, I r) { return random_bfloat16<V>(x, r >> 8 & 0xffff); };
         const auto sq = [](typename V::F x, I r) { return above_zero<V>(random_bfloat16<V>(x, r >> 16), x); };
@@ -223,11 +263,12 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
 template <class V>
 inline void encode(const NarrowArrays& a, const Bases<V>& bases, const Steps& steps, std::size_t at, std::size_t i) {
     using H = typename V::H;
-    const H q = load<H>(steps.avg + (i - at));
-    const H size = V::minus_or_zero(q & kSteps, bases.avg);
-    store_bytes<V>(a.exp_avg, i, zero_where_zero<H>(size | (q >> 4 & 128), size));
-    const H q_sq = load<H>(steps.sq + (i - at));
-    store_bytes<V>(a.exp_avg_sq, i, larger<H>(V::minus_or_zero(q_sq, bases.sq), at_most_one(q_sq)));
+    const H avg = load<H>(steps.avg + (i - at));
+    const H size = code_of<V>(bases.avg, avg & kStepsAvg, avg >> 12);
+    store_bytes<V>(a.exp_avg, i, zero_where_zero<H>(size | (avg >> 4 & 128), size));
+    const H sq = load<H>(steps.sq + (i - at)), q = sq & kStepsSq;
+    const H code = larger<H>(code_of<V>(bases.sq, q, sq >> 13), bases.sq.first);
+    store_bytes<V>(a.exp_avg_sq, i, zero_where_zero<H>(code, q));
 }
 
 /// Updates the blocks of elements [begin, end), all of them whole.
@@ -238,19 +279,21 @@ void update_blocks(const NarrowArrays& arrays, const AdamConstants& constants, s
     const NarrowArrays a = arrays;
     const AdamConstants c = constants;
     Steps steps;
-    auto bases = bases_of<Vec>(0, 0);
+    Bases<Vec> bases{};
     for (std::size_t at = begin; at < end; at += kCodeBlock) {
         if constexpr (moments == Moments::code) {
-            bases = bases_of<Vec>(a.exponents_avg[at / kCodeBlock], a.exponents_sq[at / kCodeBlock]);
+            bases.avg = base_of<Vec>(kAvg, a.exponents_avg[at / kCodeBlock]);
+            bases.sq = base_of<Vec>(kSq, a.exponents_sq[at / kCodeBlock]);
         }
         typename Vec::H top_avg{}, top_sq{};
         for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width)
             update<Vec, moments, weight_dtype, grad_dtype>(a, c, bases, steps, at, i, top_avg, top_sq);
         if constexpr (moments == Moments::code) {
-            const std::uint32_t exponent_avg = Vec::largest(top_avg) >> 3, exponent_sq = Vec::largest(top_sq) >> 3;
+            const std::uint32_t exponent_avg = exponent_of(kAvg, Vec::largest(top_avg));
+            const std::uint32_t exponent_sq = exponent_of(kSq, Vec::largest(top_sq));
             a.exponents_avg[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_avg);
             a.exponents_sq[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_sq);
-            bases = bases_of<Vec>(exponent_avg, exponent_sq);
+            bases = {base_of<Vec>(kAvg, exponent_avg), base_of<Vec>(kSq, exponent_sq)};
             for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width) encode<Vec>(a, bases, steps, at, i);
         }
     }

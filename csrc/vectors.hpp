@@ -54,6 +54,11 @@ inline Register larger(Register a, Register b) {
     return a > b ? a : b;
 }
 
+template <class Register>
+inline Register smaller(Register a, Register b) {
+    return a < b ? a : b;
+}
+
 // Kernels bring `widen` and `narrow`: GCC 12 makes several instructions of __builtin_convertvector where there is one.
 template <class V>
 inline typename V::F from_bfloat16(typename V::HalfH bits) {

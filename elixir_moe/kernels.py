@@ -317,9 +317,24 @@ def _to_bfloat16(x: Tensor, random: Tensor | None, *, above_zero: bool = False) 
     return found
 
 
-def _base_of(exponents: Tensor, most: int) -> Tensor:
-    """The step below the first code of each block, (blocks, 1)."""
-    return (8 * exponents.int() + 7 - most).clamp_(min=0).unsqueeze(1)
+@dataclass(frozen=True, slots=True)
+class _Coding:
+    """How a moment is coded, with csrc/narrow.hpp's names."""
+
+    shift: int
+    half: int
+    least: int
+    first: int
+
+    def bases(self, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For each block, (blocks, 1): what fine and coarse steps are counted from, and the least code above zero."""
+        fine = ((exponents.int() + 1) << (23 - self.shift)).unsqueeze(1) - self.half
+        coarse = fine // 4 - self.half
+        return fine - self.half, coarse, (self.first - coarse).clamp(min=1)
+
+
+_AVG = _Coding(shift=20, half=64, least=39, first=0)
+_SQ = _Coding(shift=18, half=128, least=99, first=96 << 3)
 
 
 def _in_blocks(values: Tensor) -> Tensor:
@@ -337,31 +352,43 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, ra
         codes: as many.
         exponents: uint8, one for each `CODE_BLOCK` elements; the last block may be shorter.
         signed: whether these are first moments.
-        random: 20 random bits for each element, int64; None rounds to the nearest.
+        random: the random word of each element, int64; None rounds to the nearest.
     """
-    bits = values.float().view(torch.int32)
-    low = (1 << 19) if random is None else random.int()
-    q = _in_blocks(((bits & 0x7FFFFFFF) + low) >> 20)
-    top = q.amax(dim=1) >> 3
-    steps = (q - _base_of(top, 127 if signed else 255)).view(-1)[: values.numel()]
-    if signed:
-        size = steps.clamp_(min=0)
-        found = torch.where(size == 0, 0, size | ((bits >> 24) & 128))
+    coding = _AVG if signed else _SQ
+    bits = (values.float() if signed else values.float().sqrt().sqrt()).view(torch.int32)
+    if random is None:
+        low, two = torch.tensor(1 << (coding.shift - 1), device=bits.device), torch.tensor(2, device=bits.device)
     else:
-        found = torch.where(bits == 0, 0, steps.clamp_(min=1))
-    codes.copy_(found)
+        low, two = (random & 0xFFFFF, random >> 20 & 3) if signed else (random >> 14, random & 3)
+        two = _in_blocks(two.int())
+    q = _in_blocks(((bits & 0x7FFFFFFF) + low.int()) >> coding.shift)
+    top = (q.amax(dim=1) >> (23 - coding.shift)).clamp_(min=coding.least)
+    fine, coarse, least = coding.bases(top)
+    size = torch.maximum((q + two >> 2) - coarse, q - fine).clamp_(min=0)
+    if not signed:
+        size = torch.where(q == 0, 0, torch.maximum(size, least))
+    size = size.view(-1)[: values.numel()]
+    codes.copy_(torch.where(size == 0, 0, size | ((bits >> 24) & 128)))
     exponents.copy_(top)
 
 
 def decode(codes: Tensor, exponents: Tensor, *, signed: bool, first: int = 0) -> Tensor:
-    """The values of codes, bf16, which holds each of them exactly; `first` is the first one's place in its block."""
-    most = 127 if signed else 255
+    """The values of codes: bf16 of first moments, fp32 of second ones, which hold each of them exactly.
+
+    `first` is the first code's place in its block.
+    """
+    coding = _AVG if signed else _SQ
     place = torch.arange(first, first + codes.numel(), device=codes.device) // CODE_BLOCK
-    size = (codes & most).int()
-    words = torch.where(size == 0, 0, (size + _base_of(exponents, most)[place, 0]) << 4)
+    fine, coarse, _ = (base[place, 0] for base in coding.bases(exponents))
+    size = (codes & (127 if signed else 255)).int()
+    steps = torch.where(size == 0, 0, torch.minimum(size + fine, (size + coarse) << 2)) << (coding.shift - 16)
     if signed:
-        words |= (codes & 128).int() << 8
-    return words.to(torch.int16).view(torch.bfloat16)
+        steps |= (codes & 128).int() << 8
+    found = steps.to(torch.int16).view(torch.bfloat16)
+    if signed:
+        return found
+    squares = found.float().square()
+    return squares * squares
 
 
 Moment = Tensor | tuple[Tensor, Tensor]
@@ -441,8 +468,8 @@ def _torch_narrow(
         if compute is not None:
             compute[part] = p.to(compute.dtype)
         coded = isinstance(exp_avg, tuple)
-        _leave(exp_avg, part, m, words & 0xFFFFF if coded else words >> 8 & 0xFFFF, signed=True)
-        _leave(exp_avg_sq, part, v, words >> 12 if coded else words >> 16, signed=False)
+        _leave(exp_avg, part, m, words if coded else words >> 8 & 0xFFFF, signed=True)
+        _leave(exp_avg_sq, part, v, words if coded else words >> 16, signed=False)
 
 
 def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamSettings) -> tuple[Tensor, Tensor, Tensor]:

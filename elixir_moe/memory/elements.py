@@ -64,10 +64,10 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Codes of a moment, read and written as the bf16 values that they stand for.
+    """Codes of a moment, read and written as the values that they stand for.
 
-    bf16 holds each of them exactly, and a value that was read is written as the same code: so a checkpoint has no
-    blocks, and fits every layout.
+    The `dtype` holds each of them exactly, and a value that was read is written as the same code: so a checkpoint has
+    no blocks, and fits every layout.
     """
 
     codes: Elements
@@ -79,7 +79,11 @@ class Coded:
     """Whether this is a first moment."""
     first: int = 0
     """The place of the first code in its block."""
-    dtype = torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As `Elements.dtype`."""
+        return torch.bfloat16 if self.signed else torch.float32
 
     def read(self) -> torch.Tensor:
         """As `Elements.read`; a copy."""

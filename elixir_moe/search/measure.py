@@ -474,7 +474,8 @@ def _narrow_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int
     """As `_adam_rate`, with the fewest bytes of state: a bf16 master and moments of 8 bits."""
     weight, gradient = (torch.rand(numel, device=device, dtype=torch.bfloat16) for _ in range(2))
     exp_avg, exp_avg_sq = (
-        (_random_bytes(numel, device), _random_bytes(-(-numel // CODE_BLOCK), device) // 2) for _ in range(2)
+        (_random_bytes(numel, device), torch.full((-(-numel // CODE_BLOCK),), 127, dtype=torch.uint8, device=device))
+        for _ in range(2)
     )
     rounding = Rounding.of(0, "weight", 1, 0)
 

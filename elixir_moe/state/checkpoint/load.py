@@ -35,7 +35,7 @@ from elixir_moe.state.checkpoint.manifest import (
     SavedPiece,
 )
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
-from elixir_moe.state.checkpoint.save import CODES, UPDATES, optimizer_name, saved_name, settle_earlier
+from elixir_moe.state.checkpoint.save import CODES, CODING, UPDATES, optimizer_name, saved_name, settle_earlier
 from elixir_moe.state.checkpoint.shard_ranges import Box, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
@@ -177,6 +177,7 @@ def _look_up(
     if any(chunk.spec.key.trainable for chunk in wrapped.scheduler.chunks):
         _check_optimizer(manifest, wrapped, directory)
     present = [held for held in holdings if held.span.numel and held.name in manifest.parameters]
+    _check_codings(present, manifest, directory)
     if not convert_state:
         _check_precisions(present, manifest, wrapped.kept, directory)
     moves = [_move(held, manifest.parameters[held.name], files, directory, wrapped.kept) for held in present]
@@ -307,6 +308,19 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> N
                 f"param_group {index} has other parameters than in {directory}: {sorted(ours ^ theirs)[:_MOST_NAMED]} "
                 f"are in one of the two only; build the optimizer as it was"
             )
+
+
+def _check_codings(present: list[HeldPiece], manifest: Manifest, directory: Path) -> None:
+    """Raises CheckpointError if moments of 8 bits were saved under another coding than this release's."""
+    for held in present:
+        for piece in manifest.parameters[held.name].pieces:
+            coding = piece.scalars.get(CODES, CODING)
+            if coding != CODING:
+                raise CheckpointError(
+                    f"{directory}: the moments of parameter {held.name!r} were saved with moments='int8' in another "
+                    f"coding of 8 bits: expected number {CODING}, found {coding}: load it with the release that saved "
+                    f"it, and begin a new run from weights that it saves with em.save_pretrained"
+                )
 
 
 def _check_precisions(present: list[HeldPiece], manifest: Manifest, state: OptimizerState, directory: Path) -> None:

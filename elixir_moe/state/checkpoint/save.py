@@ -76,7 +76,9 @@ _LOG = logging.getLogger(__name__)
 UPDATES = "updates"
 """Name of the number of updates in a piece's scalars."""
 CODES = "codes"
-"""Name, in the same place, of what says that moments were codes of 8 bits: the file has the values they stand for."""
+"""Name, in the same place, of the `CODING` of moments that were codes of 8 bits: the file has what they stand for."""
+CODING = 2
+"""The coding of moments in 8 bits (csrc/narrow.hpp). Its values fit the codes of no other."""
 _THEIRS = "optimizer."
 """What the name of an optimizer's value gets in front if it is one of the three above."""
 
@@ -493,7 +495,7 @@ class _Contents:
             for name, value in state.of(held.parameter).items():
                 if isinstance(value, (Coded, InMemory, OnDisk)):
                     kept[saved_name(name)] = value[inside]
-                    scalars |= {CODES: True} if isinstance(value, Coded) else {}
+                    scalars |= {CODES: CODING} if isinstance(value, Coded) else {}
                 else:
                     scalars[saved_name(name)] = encode(value, f"{name!r}, kept by the optimizer for {held.name!r},")
         dtypes = {name: name_of(elements.dtype, held.name) for name, elements in kept.items()}
