@@ -28,13 +28,14 @@ from elixir_moe.runtime.chunk import Chunk
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
+from tests.optim.test_modes import ScheduleFree
 from tests.support.cases import least_said
 
 WIDTH = 8
 PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
 MIXTURES = ("mixture", "residual", "swapped")
 HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value", "early")
-"""Those that are drawn; "aside", "between" and "load" are for chosen runs."""
+"""Those that are drawn; "aside", "between", "load" and "modes" are for chosen runs."""
 PLANS = {
     "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
     "zero2": em.Plan.zero2(),
@@ -312,7 +313,8 @@ def _wrapped(case: Case, plan: em.Plan) -> tuple[nn.Module, Any]:
             rules[f"parts.{place}.*experts.*"] = em.Pattern(own, replicate=("edp",), shard={"ep": 0})
     em.annotate(model, rules | {"*": em.Pattern(mesh, replicate=("dp",))})
     dtype = torch.bfloat16 if case.half else None
-    return em.wrap(model, torch.optim.AdamW(model.parameters(), 1e-2), plan=plan, compute_dtype=dtype, device=GPU)
+    make: Any = ScheduleFree if "modes" in case.habits else torch.optim.AdamW
+    return em.wrap(model, make(model.parameters(), 1e-2), plan=plan, compute_dtype=dtype, device=GPU)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +374,8 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
         if case.half:
             inputs = inputs.bfloat16()
+        if has("modes"):
+            optimizer.train()
         if has("between"):  # nothing is fetched after this norm where blocks suffice
             with torch.no_grad():
                 model(inputs)
@@ -419,6 +423,10 @@ def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> Non
     if has("write"):
         with torch.no_grad():
             next(model.parameters()).mul_(0.9)
+    if has("modes"):
+        optimizer.eval()
+        with torch.no_grad():
+            model(inputs)
     if has("save") and step == 0:
         em.save(folder, model, optimizer, asynchronous=True)
     if has("load") and step < 2:

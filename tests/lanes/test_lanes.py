@@ -110,6 +110,8 @@ TELLING = [
         1,
         Case(parts=("plain", "mixture", "bias"), plan="half", blocks=1, half=True, habits=frozenset({"early", "save"})),
     ),
+    (2, Case(parts=("plain", "tied", "bias"), plan="zero3", blocks=1, half=True, habits=frozenset({"modes", "save"}))),
+    (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, accumulation=2, habits=frozenset({"modes"}))),
     (1, ADDED_LATE),
     (1, Case(parts=("plain", "frozen"), plan="zero3", half=True, habits=frozenset({"evaluation"}))),
     (
