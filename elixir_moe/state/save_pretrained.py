@@ -25,7 +25,7 @@ from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.parallel.pattern import is_whole
 from elixir_moe.parallel.plain_state import computed, modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import logical_shape
-from elixir_moe.peft_models import has_own_adapters, is_peft_model
+from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.state.full import full_parameters
 from elixir_moe.state.pretrained import is_of_transformers
@@ -43,8 +43,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
     For a peft model, and one of transformers with `add_adapter`, writes its adapters for ``PeftModel.from_pretrained``
-    and ``load_adapter``. Only chunks with something that peft saves are read and gathered; rank 0 holds all that peft
-    saves at once.
+    and ``load_adapter``; they name a base that is a folder by its absolute path. Only chunks with something that peft
+    saves are read and gathered; rank 0 holds all that peft saves at once.
 
     Tensors have their keys of ``model.state_dict()``. Collective; rank 0 writes. Trainable weights are read from their
     fp32 masters and written in their dtype before `wrap`. The previous contents of the folder stay until everything is
@@ -134,10 +134,19 @@ def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
 
     def save() -> None:
         if mine:
+            _locate_base(model)
             with _alone():
                 model.save_pretrained(folder, state_dict=state)
 
     raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
+
+
+def _locate_base(model: Any) -> None:
+    """Makes adapters name a base that is a folder by its absolute path, by which they open from any folder."""
+    for config in model.peft_config.values():
+        name = config.base_model_name_or_path or getattr(base_of(model), "name_or_path", None)
+        if name is not None and os.path.isdir(name):
+            config.base_model_name_or_path = os.path.abspath(name)
 
 
 def refuse_merges(model: Any) -> None:

@@ -232,6 +232,32 @@ def prompts_refused(folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["peft's model", "adapters of transformers' own"])
+def test_adapters_open_from_another_folder(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    base().save_pretrained("base")  # type: ignore[operator]
+    model: Any = AutoModelForCausalLM.from_pretrained("base")
+    config = peft.LoraConfig(**LORA, target_modules=["q_proj"])
+    if own:
+        model.add_adapter(config)
+    else:
+        model = peft.get_peft_model(model, config)
+    model, optimizer = wrap(model, "zero3")
+    em.save_pretrained(model, "adapter")
+    tokens = torch.arange(6)[None]
+    wanted = model(tokens).logits
+    optimizer.close()
+    monkeypatch.chdir(tmp_path / "there")
+    opened: Any = AutoModelForCausalLM.from_pretrained("../here/adapter")
+    torch.testing.assert_close(opened(tokens).logits, wanted)
+
+
 def test_prompts_are_refused_on_several_ranks(tmp_path: Path, ranks: Ranks) -> None:
     for message in ranks(2).run(prompts_refused, tmp_path):
         assert "em.full_state_dict(model)" in message
