@@ -24,6 +24,7 @@ from elixir_moe.finetune.arguments import Arguments
 from elixir_moe.integrations.transformers import ElixirMixin
 from elixir_moe.models.adapters import fused_experts
 from elixir_moe.models.lora import EXPERTS
+from elixir_moe.models.presets import reason_of
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.names import TRAINERS
@@ -34,6 +35,7 @@ from elixir_moe.setup.spreading import spread_experts
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model's repository has for a training: its config, weights and tokenizer."""
+_TRUST = "read that code, and give --trust_remote_code true with a local folder of the model to run it"
 _DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
@@ -51,7 +53,10 @@ def finetune(given: Arguments) -> Any:
         raise ConfigError(f"{given.kind}: --model_name_or_path is missing: give a folder, or a name on the hub")
     data = _data(given)
     folder = _folder(name, given.model.model_revision)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
+    except Exception as error:  # transformers has several types for it
+        raise ConfigError(f"--model_name_or_path {name}: no tokenizer: {reason_of(error, folder, _TRUST)}") from error
     mesh = init_mesh(device_type="cpu" if training.use_cpu or not torch.cuda.is_available() else None)
     model = _model(given, folder)
     if given.ep > 1:
@@ -121,7 +126,7 @@ def _model(given: Arguments, folder: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
     except Exception as error:  # transformers checks its settings with error types of its own
-        why = str(error).partition("\n")[0]
+        why = reason_of(error, folder, _TRUST)
         raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
     config._name_or_path = folder if Path(words.model_name_or_path).is_dir() else words.model_name_or_path
     kind: Any = AutoModelForCausalLM
@@ -134,7 +139,7 @@ def _model(given: Arguments, folder: str) -> nn.Module:
         try:
             model = kind.from_config(config, dtype=dtype, trust_remote_code=training.trust_remote_code, **chosen)
         except ValueError as error:
-            why = str(error).partition("\n")[0]
+            why = reason_of(error, folder, _TRUST)
             raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
         if adapters is None:
             return model

@@ -4,6 +4,7 @@ Owns the construction without data; `shapes` has the names. Trains nothing. OPT 
 ReLU; parameters, products and memory are the same.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.parallel.rules import annotate
 
 Loss = Literal["whole", "fused"]
+_CONFIGS = ("config.json", "tokenizer_config.json")
+"""The files of a model's folder whose ``auto_map`` names code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,21 @@ class Planned:
     def resampled(self, batch: int, seq: int) -> "Planned":
         """The same model with a batch of other sizes."""
         return replace(self, sample=torch.empty(batch, seq + self.ahead, dtype=torch.int64, device="meta"))
+
+
+def reason_of(error: Exception, path: str | Path, instead: str = "name a model that transformers knows") -> str:
+    """Why transformers does not read a folder or a file of it: the first line of its error.
+
+    Where it would need Python code of the folder, which no program here runs unless the user says so, the reason names
+    the files that point to code, and what to do `instead`.
+    """
+    said = str(error)
+    if "trust_remote_code" not in said:
+        return said.partition("\n")[0]
+    files = [Path(path)] if Path(path).is_file() else [Path(path, name) for name in _CONFIGS]
+    naming = [str(file) for file in files if file.is_file() and "auto_map" in json.loads(file.read_text())]
+    where = " and ".join(naming) or f"a file in {str(path)!r}"
+    return f"'auto_map' in {where} names Python code for it, and trust_remote_code is false: {instead}"
 
 
 def named_model(
@@ -168,16 +186,15 @@ def huggingface_model(
     if not Path(path).exists():
         raise ConfigError(f"cannot read {path!r}: no such file; expected a Hugging Face config.json or its directory")
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         config.use_cache = False
         _resized(path, config, seq, layers, stretch=stretch)
         with torch.device("meta"), _Undrawn():
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ConfigError:
         raise
     except Exception as error:  # transformers checks its settings with error types of its own
-        why = str(error).partition("\n")[0]
-        raise ConfigError(f"{path!r} is not the config of a causal language model: {why}") from error
+        raise ConfigError(f"{path!r} is not the config of a causal language model: {reason_of(error, path)}") from error
     positions = getattr(config, "max_position_embeddings", None)
     positions = positions if isinstance(positions, int) else None
     if positions is not None and seq > positions:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import ConfigError
 from elixir_moe.integrations.routers import Routers, has_routers
 from elixir_moe.models.lora import Lora
+from elixir_moe.models.presets import reason_of
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.moe.fused import is_spread
 from elixir_moe.moe.layer import LayerRanks
@@ -158,9 +159,9 @@ class HuggingFaceRecipe:
                 f"`hf download MODEL --local-dir FOLDER` makes it"
             )
         try:
-            return AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers checks its settings with error types of its own
-            why = str(error).partition("\n")[0]
+            why = reason_of(error, self.folder, "build it in a function of yours, and train that with model.module")
             raise ConfigError(f"model.hf: {str(self.folder)!r} is not the folder of a known model: {why}") from error
 
     def check(self, ranks: int, tp: int) -> None:
@@ -181,7 +182,9 @@ class HuggingFaceRecipe:
 
         chosen = {} if self._attention is None else {"attn_implementation": self._attention}
         try:
-            model: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, **chosen)
+            model: Any = AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.float32, trust_remote_code=False, **chosen
+            )
         except Exception as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(
@@ -205,7 +208,9 @@ class HuggingFaceRecipe:
         from transformers import AutoModelForCausalLM
 
         source = str(self.folder) if folder is None else folder
-        found: nn.Module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+        found: nn.Module = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
         return found
 
     def loss(self, model: nn.Module, batch: Tensor, items: float) -> Tensor:
@@ -297,10 +302,10 @@ def tokenizer_of(folder: str) -> Any:
     except ImportError as error:
         raise ConfigError("a tokenizer needs transformers: pip install transformers") from error
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers has several types for it
-        why = str(error).partition("\n")[0][:200]
+        instead = "name the folder of a tokenizer that transformers knows"
         raise ConfigError(
-            f"data.tokenizer: there is none in {folder!r} ({why}): copy tokenizer.json and tokenizer_config.json "
-            f"there, or name the folder of another"
+            f"data.tokenizer: there is none in {folder!r} ({reason_of(error, folder, instead)[:400]}): copy "
+            f"tokenizer.json and tokenizer_config.json there, or name the folder of another"
         ) from error

@@ -597,6 +597,44 @@ WRONG: list[tuple[list[str], str]] = [
 ]
 
 
+ON_H100 = ["--gpu", "h100", "--gpus", "1", "--seq", "8", "--batch", "1"]
+
+
+def folder_with_code(folder: Path) -> Path:
+    """A model and a tokenizer whose classes are Python files in their folder; returns the file that these write."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "model.safetensors").touch()
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    return folder / "ran"
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["train", "--run.out", "FOLDER/out", "--model.hf", "FOLDER"], "config.json"),
+        (["train", "--run.out", "FOLDER/out", "--data.tokenizer", "FOLDER"], "tokenizer_config.json"),
+        (["plan", "--config", "FOLDER", *ON_H100], "config.json"),
+        (["plan", "--config", "FOLDER/config.json", *ON_H100], "config.json"),
+        (["sft", "--model_name_or_path", "FOLDER", "--dataset_name", "FOLDER/rows.jsonl", "--use_cpu"], "config.json"),
+    ],
+)
+def test_code_of_a_folder_is_not_run(
+    words: list[str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where transformers would ask whether to run it, the answer may be a key that somebody has pressed too early."""
+    ran = folder_with_code(tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("FOLDER", str(tmp_path / "model")) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert "'auto_map' in" in err and f"{tmp_path / 'model' / file} " in err and "trust_remote_code" in err
+    assert not ran.exists()
+
+
 @pytest.fixture(scope="module")
 def wrong(folders: Path) -> Path:
     """Folders that lack something."""
