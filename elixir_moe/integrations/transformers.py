@@ -8,16 +8,22 @@ A checkpoint folder of the trainer has weights for `from_pretrained`, and beside
 training resumes on any number of ranks.
 """
 
+import glob
+import json
 import os
+import re
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_last_checkpoint
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
@@ -154,6 +160,18 @@ class ElixirMixin(_Trainer):
             and own <= {TrainerCallback.on_pre_optimizer_step, _CheckpointBetweenSteps.on_pre_optimizer_step}
             and not self._sharded._optimizer_step_pre_hooks
         )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. In the place of a checkpoint that a kill has cut, the newest whole one before it is resumed.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        if isinstance(resume_from_checkpoint, str):
+            resume_from_checkpoint = _whole(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Trainer's."""
@@ -294,14 +312,7 @@ class ElixirMixin(_Trainer):
     # -------------------------------------------------------------------------------------------------------- loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Loads nothing: weights come with the optimizer, into shards. Raises CheckpointError for other folders."""
-        there = os.path.join(resume_from_checkpoint, CHECKPOINT)
-        if not os.path.isdir(there) and not os.path.isdir(f"{there}.new"):
-            raise CheckpointError(
-                f"Can't find a valid checkpoint at {resume_from_checkpoint}: expected a folder {CHECKPOINT!r}, found "
-                f"none: a run without a plan or with save_only_model=True cannot be resumed; read its weights with "
-                f"from_pretrained and start anew"
-            )
+        """Loads nothing: weights come with the optimizer, into shards."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -317,6 +328,63 @@ class ElixirMixin(_Trainer):
     def _sharded(self) -> Any:
         assert self._elixir is not None
         return self._elixir.optimizer
+
+
+def _whole(folder: str) -> str:
+    """A checkpoint to resume from: `folder`, or the newest whole one before it, with a warning. Collective.
+
+    Rank 0 looks.
+    """
+
+    def look() -> tuple[str, str]:
+        lacks = _lacking(folder) if not dist.is_initialized() or dist.get_rank() == 0 else ""
+        if not lacks:
+            return folder, ""
+        before = [path for path in _checkpoints_before(folder) if not _lacking(path)]
+        if not before:
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {folder}: {lacks}, and no whole checkpoint comes before it. A run "
+                f"without a plan or with save_only_model=True cannot be resumed: read its weights with from_pretrained "
+                f"and start a new run"
+            )
+        return before[0], f"{folder} is passed over: {lacks}; the training continues from {before[0]}"
+
+    world = dist.is_initialized()
+    found, said = raise_on_all_ranks("looked for a whole checkpoint", look)[0] if world else look()
+    if said:
+        warnings.warn(said, stacklevel=3)
+    return found
+
+
+def _checkpoints_before(folder: str) -> list[str]:
+    """The Trainer's checkpoints beside `folder` with fewer steps, the newest first."""
+    name = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    here, own = os.path.split(os.path.abspath(folder))
+    last = name.fullmatch(own)
+    if last is None:
+        return []
+    steps = sorted((int(found[1]) for found in map(name.fullmatch, os.listdir(here)) if found), reverse=True)
+    return [os.path.join(here, f"{PREFIX_CHECKPOINT_DIR}-{step}") for step in steps if step < int(last[1])]
+
+
+def _lacking(folder: str) -> str:
+    """Says what keeps a training from resuming from the Trainer's checkpoint `folder`; empty if it is whole.
+
+    The folder `CHECKPOINT` appears whole. Trainer writes its own files behind it, one after the other.
+    """
+    there = os.path.join(folder, CHECKPOINT)
+    if not os.path.isdir(there) and not os.path.isdir(f"{there}.new"):
+        return f"expected a folder {CHECKPOINT!r}, found none"
+    states = [SCHEDULER_NAME, *sorted(glob.glob("rng_state*.pth", root_dir=folder))]
+    for name in states:
+        if not zipfile.is_zipfile(os.path.join(folder, name)):  # its table of contents is at its end
+            return f"{name} is missing or cut short"
+    try:
+        with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError) as error:
+        return f"{TRAINER_STATE_NAME} is missing or cut short: {error}"
+    return ""
 
 
 class ElixirTrainer(ElixirMixin, Trainer):

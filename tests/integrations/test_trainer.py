@@ -678,6 +678,41 @@ def test_what_comes_before_train_says_the_whole_way(ranks: Ranks, tmp_path: Path
     assert "on the meta device until train()" in saved and "on_train_begin" in inspected
 
 
+def cut(folder: str) -> list[str]:
+    """The warnings of runs that resume where a kill has cut the last checkpoints, each to the loss of a whole run."""
+    with launched():
+        trainer = made(folder, True, max_steps=3)
+        trainer.train()
+        trainer.model._elixir.optimizer.close()
+    last, before = (Path(folder) / f"checkpoint-{step}" for step in (3, 2))
+    found = []
+    for spoilt in ("trainer_state.json", "rng_state.pth", "scheduler.pt", "elixir_moe", before / "scheduler.pt"):
+        path = last / spoilt
+        if path.is_dir():
+            path.rename(last / "lost")
+        else:
+            path.write_bytes(path.read_bytes()[:-20])
+        with launched(), pytest.warns(UserWarning, match="is passed over") as said:
+            again = made(folder, True, save_strategy="no", max_steps=3)
+            again.train(resume_from_checkpoint=str(last) if spoilt == "scheduler.pt" else True)
+            again.model._elixir.optimizer.close()
+        assert again.state.log_history[-2]["loss"] == trainer.state.log_history[-2]["loss"]
+        found += [str(each.message).replace(folder, "") for each in said if "passed over" in str(each.message)]
+    (Path(folder) / "checkpoint-1" / "trainer_state.json").unlink()
+    with launched(), pytest.raises(CheckpointError, match="found none, and no whole checkpoint comes before it"):
+        made(folder, True).train(resume_from_checkpoint=True)
+    return found
+
+
+def test_a_checkpoint_that_a_kill_has_cut_is_passed_over_for_the_newest_whole_one(ranks: Ranks, tmp_path: Path) -> None:
+    (found,) = ranks(1).run(cut, str(tmp_path))
+    files = [f"{name} is missing or cut short" for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt")]
+    lacking = [*files, *["expected a folder 'elixir_moe', found none"] * 2]
+    for said, lacks, number in zip(found, lacking, [2, 2, 2, 2, 1], strict=True):
+        assert said.startswith(f"/checkpoint-3 is passed over: {lacks}")
+        assert said.endswith(f"the training continues from /checkpoint-{number}")
+
+
 def foreign(folder: str, ours: bool, **settings: Any) -> str:
     with launched():
         trainer = made(folder, ours, **settings)
