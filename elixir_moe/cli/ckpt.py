@@ -21,11 +21,11 @@ from elixir_moe.state.checkpoint.storage import (
     check_target,
     checkpoints,
     home_of,
-    partials,
     read_manifest,
     verify,
 )
 from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
+from elixir_moe.state.marked import partials
 
 
 def run(known: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def _ls(directory: Path, as_json: bool) -> int:
                 f"files: {row['files']}  bytes: {row['bytes']:,}"
             )
     for path in unfinished:
-        print(f"{path}  partial: a running save, or one whose process died; the next save or latest() removes that")
+        print(f"{path}  partial: a running save, or one whose process died; the next save removes that")
     if not rows and not unfinished:
         print(f"{directory} holds no checkpoint")
     return 0

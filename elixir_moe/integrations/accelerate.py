@@ -6,7 +6,6 @@ loading. All others are Accelerate's own: data loaders, schedulers, accumulation
 """
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.rules import ranks_of_a_batch
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
+from elixir_moe.state.checkpoint.storage import remove
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.wrap import wrap
@@ -68,8 +68,8 @@ def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) 
             if not os.path.exists(target) and os.path.exists(new):
                 os.rename(new, target)
             for left in (new, old):
-                if os.path.exists(left):
-                    shutil.rmtree(left)
+                if os.path.lexists(left):
+                    remove(Path(left))
         return os.path.exists(target)
 
     return target, raise_on_all_ranks(what, settle, error=CheckpointError)[0]

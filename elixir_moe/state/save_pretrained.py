@@ -28,6 +28,7 @@ from elixir_moe.parallel.rules import logical_shape
 from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.state.full import full_parameters
+from elixir_moe.state.marked import MARK, SUFFIX, MarkedFolder, naming
 from elixir_moe.state.pretrained import is_of_transformers
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
@@ -262,7 +263,8 @@ class _Writer:
 
     def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path) -> None:
         self._model, self._wrapped = model, wrapped
-        self._folder, self._partial = folder, folder / ".partial"
+        self._folder, self._partial = folder, folder / SUFFIX
+        self._work: MarkedFolder | None = None
         self._files: dict[str, Any] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._group_of: dict[str, tuple[str, ...]] = {}
@@ -278,8 +280,8 @@ class _Writer:
         for names in _converted_together(model, tensors):
             self._group_of |= dict.fromkeys(names, names)
             out |= _to_files(model, {name: tensors[name] for name in names})
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._work = MarkedFolder(self._partial)
         sizes = {key: tensor.nbytes for key, tensor in out.items()}
         files = files_of(sizes, max_file_bytes)
         if len(files) > 1:
@@ -288,8 +290,9 @@ class _Writer:
             head = head_of({key: (name_of(out[key].dtype, key), out[key].shape) for key in keys}, {"format": "pt"})
             file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
             file.write(head.data)
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, head.nbytes)  # so that a full disk is noticed now
+            with naming(self._partial / file_name):
+                file.flush()
+                os.posix_fallocate(file.fileno(), 0, head.nbytes)  # so that a full disk is noticed now
             self._places |= {key: (file_name, place) for key, place in head.places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -301,28 +304,32 @@ class _Writer:
         if all(other in self._waiting for other in names):
             for key, value in _to_files(self._model, {other: self._waiting.pop(other) for other in names}).items():
                 file_name, offset = self._places[key]
-                self._files[file_name].seek(offset)
-                self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                with naming(self._partial / file_name):
+                    self._files[file_name].seek(offset)
+                    self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Moves the files to their final place, once the disk has them: until then those of before stay."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        for name, file in self._files.items():
+            with naming(self._partial / name):
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
         self._configure()
         for old in self._folder.iterdir():
             if old.name in (SINGLE, INDEX) or _PART.fullmatch(old.name):
                 old.unlink()
         for new in sorted(self._partial.iterdir(), key=lambda path: path.name == INDEX):
-            new.replace(self._folder / new.name)
+            if new.name != MARK:
+                new.replace(self._folder / new.name)
 
     def clean(self) -> None:
         """Removes files that are not in their final place."""
         for file in self._files.values():
             with suppress(OSError):  # a full disk, already reported
                 file.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._work is not None:
+            self._work.remove()
 
     def _configure(self) -> None:
         config: Any = getattr(self._model, "config", None)

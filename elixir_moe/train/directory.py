@@ -18,10 +18,12 @@ clean`. Starts no communication; only rank 0 claims a directory.
               sample.txt            text that the trained model wrote
               weights.safetensors   full weights, named as in the model without this library; for our own GPT
               summary.json          the output of `--json`
-              .lock                 empty; locked by the process that trains here
+              .lock                 the mark of a run's directory; locked by the process that trains here
+
+Files are removed only where ``.lock`` has the mark, events of TensorBoard only if their names end in `EVENTS`, and
+folders only if they are checkpoints of this library.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -29,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, collect, discard, latest, partials, read_manifest
+from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, is_checkpoint, latest, read_manifest, remove
 from elixir_moe.state.checkpoint.values import decode
+from elixir_moe.state.marked import TEXT, collect, is_marked, lock, partials
 from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import Data
+from elixir_moe.train.writers import EVENTS
 
 _OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
 """Files that a run writes when it ends."""
@@ -43,7 +47,7 @@ FILES: tuple[str, ...] = (
 )
 APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
 _LOCK = ".lock"
-"""What is locked: over NFS other hosts see locks of files, and none of directories."""
+"""What is locked and marked: over NFS other hosts see locks of files, and none of directories."""
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -53,18 +57,26 @@ class Claim:
     """A run directory locked by this process, until the process ends or `release` is called."""
 
     def __init__(self, path: Path, source: Path | None) -> None:
-        """Locks `path`. Raises ConfigError if another process trains in it."""
+        """Locks and marks `path`.
+
+        Raises:
+            ConfigError: another process trains in it, its ``.lock`` is not a run's, or its file system has no locks.
+        """
         self.path = path
         self.source = source
         """The checkpoint to continue from; None for a new run."""
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not lock(self._lock, path / _LOCK):
+                raise ConfigError(
+                    f"run.out: another process trains in '{path}': wait for it, or choose another directory"
+                )
+            if os.fstat(self._lock).st_size and not is_marked(path / _LOCK):
+                raise ConfigError(f"run.out: {str(path / _LOCK)!r} is no file of a run: choose another directory")
+            os.pwrite(self._lock, TEXT, 0)
+        except BaseException:
             os.close(self._lock)
-            raise ConfigError(
-                f"run.out: another process trains in '{path}': wait for it, or choose another directory"
-            ) from error
+            raise
 
     def release(self) -> None:
         """Releases the lock."""
@@ -72,15 +84,18 @@ class Claim:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a process trains in `path`. Writes nothing there."""
+    """Whether a process trains in `path`. Writes nothing there.
+
+    Raises:
+        ConfigError: the file system has no locks, so that nobody can tell.
+    """
     try:
-        with open(path / _LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(path / _LOCK, "rb") as file:
+            return not lock(file.fileno(), path / _LOCK, shared=True)
     except FileNotFoundError:
         return False
-    except OSError:
-        return True
-    return False
+    except PermissionError:
+        return True  # another user's
 
 
 def restarted() -> bool:
@@ -111,7 +126,14 @@ def check_directory(config: TrainConfig, data: Data) -> Path | None:
         return _chosen(config, data)
     if not is_run(directory):
         raise ConfigError(f"run.out: {run.out!r} is not empty and holds no run: choose another directory")
+    for room in (directory / CHECKPOINTS, directory / APART):
+        if os.path.lexists(room) and not room.is_dir():
+            what = f"a link to {os.readlink(room)!r}, which is not there" if room.is_symlink() else "no folder"
+            raise ConfigError(
+                f"run.out: {str(room)!r} is {what}: put back the folder of its checkpoints, or choose another directory"
+            )
     if run.overwrite and not restarted():
+        _check_marked(directory)
         return _chosen(config, data)
     if run.resume == "never":
         raise ConfigError(
@@ -124,9 +146,10 @@ def check_directory(config: TrainConfig, data: Data) -> Path | None:
             f"run.out: {run.out!r} is not empty: the run in it has ended at step {ended}: choose another directory, "
             f"give --run.overwrite true to replace it, or more --run.steps to go on"
         )
-    own = directory / CHECKPOINTS
-    source = latest(own, fall_back=run.resume == "fall_back")
+    source = latest(directory / CHECKPOINTS, fall_back=run.resume == "fall_back")
     if source is None:
+        _check_marked(directory)
+        _check_nothing_lost(directory, ended, run.resume)
         return _chosen(config, data)
     _check_chosen(source, config)
     _check_identity(source, config, data)
@@ -174,7 +197,7 @@ def leftovers(directory: Path) -> Iterator[Path]:
     for path in (directory, *sorted(directory.rglob("*"))):
         if path.is_dir() and not path.is_symlink() and partials(path):
             yield from collect(path)
-    for mark in sorted(directory.rglob("config.yaml")):
+    for mark in (path for path in sorted(directory.rglob(_LOCK)) if is_marked(path)):
         halves = [mark.with_name(f"{name}.part") for name in FILES]
         found = [half for half in halves if half.is_file() and not half.is_symlink()]
         for half in found if not is_claimed(mark.parent) else ():
@@ -223,27 +246,61 @@ def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
         )
 
 
+def _check_marked(directory: Path) -> None:
+    """Raises ConfigError unless a run that begins in this directory may remove the files of the run before."""
+    if not is_marked(directory / _LOCK):
+        raise ConfigError(
+            f"run.out: {str(directory)!r} has the files of a run, but its {_LOCK} has no mark of elixir_moe, so "
+            f"nothing in it is removed: choose another directory, or remove them yourself"
+        )
+
+
+def _check_nothing_lost(directory: Path, ended: int | None, resume: str) -> None:
+    """Raises ConfigError if the run in a directory without a checkpoint has had one, or has ended.
+
+    Args:
+        directory: the directory.
+        ended: the steps of the run, if it has ended.
+        resume: ``run.resume``; a run that names a checkpoint of another directory misses none of this one.
+    """
+    saved = _object(directory / "status.json").get("checkpoint") if resume in _WORDS else None
+    if ended is None and saved is None:
+        return
+    had = f"has ended at step {ended}" if saved is None else f"saved the checkpoint {saved!r}"
+    raise ConfigError(
+        f"run.out: the run in {str(directory)!r} {had}, and no whole checkpoint is left in "
+        f"{str(directory / CHECKPOINTS)!r} to go on from: put the checkpoints back, give --run.overwrite true to begin "
+        f"again from step 0, or choose another directory"
+    )
+
+
 def _steps_of_ended_run(directory: Path) -> int | None:
-    try:
-        steps = json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    steps = _object(directory / "summary.json").get("steps")
     return steps if isinstance(steps, int) else None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run; empty if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _empty(directory: Path, source: Path | None, *, checkpoints: bool) -> None:
     """Removes the files of a run; with `checkpoints` also those, but for `source`."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    for events in (directory / TENSORBOARD).glob("events.out.tfevents.*"):
+    for events in (directory / TENSORBOARD).glob(f"events.out.tfevents.*{EVENTS}"):
         events.unlink()
     for room in (directory / CHECKPOINTS, directory / APART):
         if room.is_dir() and not room.is_symlink():
             collect(room)
             for path in list(room.iterdir()) if checkpoints else ():
                 is_source = source is not None and path.resolve() == source.resolve()
-                if (path / MANIFEST).exists() and not path.is_symlink() and not is_source:
-                    discard(path)
+                if is_checkpoint(path) and not is_source:
+                    remove(path)
             if not any(room.iterdir()):
                 room.rmdir()
 

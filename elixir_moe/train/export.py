@@ -27,6 +27,7 @@ from elixir_moe.quantized.convert import dequantize, quantize
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
+from elixir_moe.state.marked import MarkedFolder, partial_of
 from elixir_moe.state.save_pretrained import copy_generation_config, save_pretrained
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import HuggingFaceModel, TrainConfig
@@ -98,14 +99,10 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
     checkpoint = latest(run / CHECKPOINTS)
     if checkpoint is None:
         raise ConfigError(f"{str(run)!r} has no checkpoint yet: let it save one (save: true in its control.yaml)")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        found = _written(config, checkpoint, partial, what)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with MarkedFolder(partial_of(out)) as folder:
+        found = _written(config, checkpoint, folder.path, what)
+        folder.move_to(out)
     return Exported(out=str(out), what=what, checkpoint=str(checkpoint), compared=config.recipe().compares, **found)
 
 

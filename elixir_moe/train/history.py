@@ -280,8 +280,11 @@ def _words(value: Any) -> str | None:
 def _state(directory: Path, status: Mapping[str, Any]) -> str:
     """The last recorded state of the run; if that is "running" and no process holds the directory, says so."""
     state = str(status.get("state", "not begun"))
-    if state != "running" or is_claimed(directory):
-        return state
+    try:
+        if state != "running" or is_claimed(directory):
+            return state
+    except ConfigError:
+        return "running, or ended without a word: its file system has no locks, which would tell"
     return "ended without a word; the same command goes on"
 
 

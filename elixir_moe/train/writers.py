@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from elixir_moe.errors import ConfigError
 
+EVENTS = ".elixir_moe"
+"""The end of the names of TensorBoard's files that a run writes."""
+
 
 class Writer(Protocol):
     """Where numbers go: each value has a name, as in ``loss/train``."""
@@ -34,7 +37,7 @@ class TensorBoard:
         check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events: Any = SummaryWriter(str(folder), purge_step=done + 1)
+        self._events: Any = SummaryWriter(str(folder), purge_step=done + 1, filename_suffix=EVENTS)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """As `Writer` says."""

@@ -15,7 +15,8 @@ import torch
 from elixir_moe.cli.main import main
 from elixir_moe.memory import slabs as tiers
 from elixir_moe.train.control import Signals
-from elixir_moe.train.directory import claim_directory
+from elixir_moe.train.directory import Claim, claim_directory
+from tests.state.test_checkpoint_files import left_by_the_dead
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of, text_of
 from tests.train.test_train import config_of
@@ -129,15 +130,21 @@ def test_clean_takes_what_the_dead_have_left_and_nothing_else(
         directory.mkdir(exist_ok=True)
         for name in ("config.yaml", "summary.json.part", "notes.part", "metrics.jsonl"):
             (directory / name).touch()
-    half = dead / "checkpoints" / ".step-7.partial"
-    half.mkdir(parents=True)
-    (half / "manifest.json").touch()
-    (half / "rank-00000.safetensors").touch()
+    Claim(dead, None).release()
+    half = left_by_the_dead(dead / "checkpoints" / "step-7")
+    foreign = [tmp_path / "site" / ".app.partial" / name for name in ("manifest.json", "src/app.js")]
+    foreign += [tmp_path / "site" / ".empty.partial", tmp_path / "site" / "weights.safetensors.part"]
+    foreign += [tmp_path / "site" / name for name in ("config.yaml", ".lock", "linked/.model.partial")]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"name": "app"}') if path.suffix != ".partial" else path.mkdir()
+    (half / "away").symlink_to(tmp_path / "site")
     assert main(["clean", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(half) in said and "dead/summary.json.part" in said and "alive" not in said
     names: Callable[[Path], list[str]] = lambda path: sorted(entry.name for entry in path.iterdir())  # noqa: E731
     assert names(alive) == [".lock", "config.yaml", "metrics.jsonl", "notes.part", "summary.json.part"]
-    assert names(dead) == ["checkpoints", "config.yaml", "metrics.jsonl", "notes.part"] and not names(half.parent)
+    assert names(dead) == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "notes.part"]
+    assert not names(half.parent) and all(path.exists() for path in foreign)
     claim.release()
     assert main(["clean", str(tmp_path / "nowhere")]) == 2

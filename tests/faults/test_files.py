@@ -10,9 +10,10 @@ import pytest
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
-from elixir_moe.state.checkpoint.storage import latest, partial_of
+from elixir_moe.state.marked import collect
 from elixir_moe.train.control import ControlFile
-from tests.state.test_checkpoint_files import write_small
+from elixir_moe.train.directory import Claim
+from tests.state.test_checkpoint_files import left_by_the_dead, write_small
 from tests.support.checkpoint_cases import assert_same
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, settings_of
@@ -69,12 +70,10 @@ def test_a_name_that_says_partial_is_refused_and_not_collected_later(tmp_path: P
 
 @pytest.mark.fault(2)
 def test_a_half_with_a_folder_in_it_is_collected_too(tmp_path: Path) -> None:
-    write_small(tmp_path / "a", 1)
-    half = partial_of(tmp_path / "b")
-    shutil.copytree(tmp_path / "a", half)
+    half = left_by_the_dead(tmp_path / "b")
     (half / "folder").mkdir()
     (half / "folder" / "file").touch()
-    assert latest(tmp_path) == tmp_path / "a" and not half.exists()
+    assert collect(tmp_path) == [half] and not half.exists()
 
 
 @pytest.mark.fault(8, 35)
@@ -96,6 +95,7 @@ def test_what_is_left_of_removed_checkpoints_is_in_nobodys_way(
     left = tmp_path / "out" / "checkpoints" / "step-00000006"
     left.mkdir(parents=True)
     (left / "rank-00000.safetensors").touch()
+    Claim(tmp_path / "out", None).release()
     (tmp_path / "out" / "config.yaml").touch()
     with (tmp_path / "out" / "metrics.jsonl").open("ab") as metrics:
         metrics.write(b"\x00\xff\n{}\n[1]\n")

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.integrations.accelerate import checkpoint_in
 from tests.integrations.test_trainer import counted, launched, mixture
 from tests.optim.test_modes import ScheduleFree
+from tests.state.test_checkpoint_files import write_small
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -330,10 +331,17 @@ def checkpoints_found(folder: str) -> list[tuple[str, list[str]]]:
     for left in (["", ".new"], [".old", ".new"], ["", ".old"], [".new"], []):
         there = Path(folder) / f"rank {dist.get_rank()} {left}"
         for end in left:
-            (there / f"elixir_moe{end}").mkdir(parents=True)
+            write_small(there / f"elixir_moe{end}", 1)
             (there / f"elixir_moe{end}" / "which").write_text(end or "first")
         path = Path(checkpoint_in(str(there)))
         found.append((path.joinpath("which").read_text() if left else "", [p.name for p in there.glob("*")]))
+    other = Path(folder) / "somebody's" / "elixir_moe.old"
+    write_small(other.with_suffix(""), 1)
+    other.mkdir()
+    (other / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"elixir_moe\.old is not removed: its manifest.json is none of an"):
+        checkpoint_in(str(other.parent))
+    assert (other / "manifest.json").exists()
     return found
 
 

@@ -30,10 +30,12 @@ from elixir_moe.train.activations import figures
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
-from elixir_moe.train.directory import claim_directory
+from elixir_moe.train.directory import Claim, claim_directory
 from elixir_moe.train.loop import _check_alike
 from elixir_moe.train.picture import draw_losses
 from elixir_moe.train.training import lr_factor
+from elixir_moe.train.writers import EVENTS
+from tests.state.test_checkpoint_files import write_small
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -176,6 +178,7 @@ def test_a_run_that_goes_back_from_its_end_has_no_results_of_it(
     monkeypatch.setattr(directory, "extra_of", lambda _: {"settings": {}, "progress": {"step": 50}})
     source, text = tmp_path / "checkpoints" / "step-00000050", load_text((), 0.1, 128)
     source.mkdir(parents=True)
+    Claim(tmp_path, None).release()
     (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}")
     for name in ("metrics.jsonl", "summary.json", "weights.safetensors", "sample.txt", "loss.png"):
         (tmp_path / name).write_text('{"steps": 100}')
@@ -214,6 +217,66 @@ def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path
         claim_directory(config_of(out / "notes.txt", overwrite=True), text)
     with pytest.raises(ConfigError, match=r"run\.resume: .*nowhere: no such checkpoint"):
         claim_directory(config_of(tmp_path / "new", resume=str(tmp_path / "nowhere")), text)
+
+
+@pytest.mark.fault(35)
+def test_a_run_that_is_replaced_leaves_what_is_not_its_own(tmp_path: Path) -> None:
+    """Events of TensorBoard and folders that others made; and everything, in a directory without a mark."""
+    out, text = tmp_path / "out", load_text((), 0.1, 128)
+    claim_directory(config_of(out), text).release()
+    own = [out / "tensorboard" / f"events.out.tfevents.1.host.1.0{EVENTS}", out / "loss.png"]
+    foreign = [out / "tensorboard" / "events.out.tfevents.1.host.1.0", out / ".site.partial" / "manifest.json"]
+    foreign += [out / "checkpoints" / name / "manifest.json" for name in ("site", ".app.partial", "step-00000003")]
+    for path in (*own, *foreign):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"name": "my app"}')
+    for name in ("step-00000001", "step-00000002"):
+        write_small(out / "checkpoints" / name, 1)
+    manifest = out / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])  # damaged, but this library's
+    claim_directory(config_of(out, overwrite=True), text).release()
+    assert not any(path.exists() for path in own) and all(path.exists() for path in foreign)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [".app.partial", "site", "step-00000003"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.yaml").touch()
+    (mine / "metrics.jsonl").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"'.*mine' has the files of a run, but its \.lock has no mark"):
+            claim_directory(config_of(mine, overwrite=overwrite), text)
+    (mine / ".lock").write_text("mine")
+    (mine / "metrics.jsonl").unlink(), (mine / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"\.lock' is no file of a run: choose another directory"):
+        claim_directory(config_of(mine), text)
+    assert (mine / ".lock").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", ["nothing", "a dangling link", "a file"])
+@pytest.mark.parametrize("told_by", ["status.json", "summary.json"])
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_over_its_results(
+    left: str, told_by: str, tmp_path: Path
+) -> None:
+    out, text = tmp_path / "out", load_text((), 0.1, 128)
+    claim_directory(config_of(out), text).release()
+    (out / told_by).write_text(json.dumps({"state": "done", "checkpoint": "step-00000004", "steps": 4}))
+    (out / "weights.safetensors").write_text("trained")
+    said = "no whole checkpoint is left in '.*/out/checkpoints' to go on from: put the checkpoints back"
+    if left == "a dangling link":
+        (out / "checkpoints").symlink_to(tmp_path / "not-mounted")
+        said = "checkpoints' is a link to '.*/not-mounted', which is not there"
+    if left == "a file":
+        (out / "checkpoints").touch()
+        said = "checkpoints' is no folder"
+    for resume in ("auto", "fall_back"):
+        with pytest.raises(ConfigError, match=said):
+            claim_directory(config_of(out, steps=100, resume=resume), text)
+    assert (out / "weights.safetensors").read_text() == "trained"
+    if left != "nothing":
+        with pytest.raises(ConfigError, match=said):
+            claim_directory(config_of(out, steps=100, overwrite=True), text)
+        (out / "checkpoints").unlink()
+    claim_directory(config_of(out, steps=100, overwrite=True), text).release()
+    assert not (out / "weights.safetensors").exists()
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -65,9 +65,10 @@ from elixir_moe.state.checkpoint.manifest import (
     parse,
 )
 from elixir_moe.state.checkpoint.rng import random_states
-from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, partial_of, path_of, retain
+from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, path_of, retain
 from elixir_moe.state.checkpoint.tensors import FileImage, Item
 from elixir_moe.state.checkpoint.values import encode
+from elixir_moe.state.marked import partial_of
 from elixir_moe.state.safetensors_format import name_of
 from elixir_moe.state.wrapped import Wrapped
 
@@ -197,7 +198,8 @@ def save(
         optimizer: the optimizer that `wrap` returned with it.
         extra: a value for `load` to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples, dicts,
             small tensors and arrays. For an LR scheduler, pass its ``state_dict()``.
-        keep: afterwards, remove all but the `keep` latest checkpoints in the parent directory of `path`.
+        keep: afterwards, remove all but the `keep` latest checkpoints in the parent directory of `path`. If one cannot
+            be removed, it stays, with a warning.
         asynchronous: copy to host memory (as many bytes as this rank's file) and write in the background. The next
             update waits until the copy is complete. If the plan has chunks on disk, the copy is no faster than the
             writes, so that the file need not fit in memory. A program that ends waits for it.

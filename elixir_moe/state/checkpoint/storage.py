@@ -7,31 +7,30 @@ directory::
                 rank-00000.safetensors   flat tensors, one for each run of elements that the rank held
                 ...
 
-It is written as ``.step-100.partial`` in the same folder, every file and directory is synced to disk, and one rename
-makes it appear. The manifest is locked (flock) from the beginning of the write: a partial directory without a lock has
-no living writer and is removed. Removal works in reverse: one rename makes the checkpoint partial.
+It is written as ``.step-100.partial`` in the same folder (`marked`), every file and directory is synced to disk, and
+one rename makes it appear. A save removes what dead processes left half written; a reader removes nothing. Removal
+works in reverse: one rename makes the checkpoint partial.
 """
 
-import errno
-import fcntl
 import os
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.manifest import Manifest, parse
-from elixir_moe.state.checkpoint.tensors import hash_file, open_regular, sync_directory
+from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
+from elixir_moe.state.checkpoint.manifest import FORMAT, Manifest, parse
+from elixir_moe.state.checkpoint.tensors import hash_file, open_regular
+from elixir_moe.state.marked import SUFFIX, MarkedFolder, collect, discard, naming, partial_of, sync_directory
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's directory."""
-_PARTIAL = ".partial"
 _HEAD_BYTES = 512
-"""A manifest has its time of save within this many bytes."""
+"""A manifest has its format and its time of save within this many bytes."""
+_HEAD = re.compile(rb'\{"digest":"[0-9a-f]{64}",\n"format":"' + FORMAT.encode() + rb'",')
+"""The beginning of every manifest, also of one that is damaged further down."""
 
 
 class Draft:
@@ -41,19 +40,19 @@ class Draft:
         """Creates the partial directory, after removing those of dead processes.
 
         Raises:
-            CheckpointError: the target exists, or another process is writing it.
+            CheckpointError: the target exists, its folder cannot be made, or another process is writing it.
+            ConfigError: the file system has no locks.
             OSError: the directory cannot be created.
         """
-        self.target, self.path = target, partial_of(target)
         check_target(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        collect(target.parent)
         try:
-            self.path.mkdir()
-        except FileExistsError:
-            raise CheckpointError(f"{self.path} exists: another process is saving {target}") from None
-        self._manifest = open(self.path / MANIFEST, "xb", buffering=0)  # noqa: SIM115 - its lock lives as long as it
-        fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            kind = "a link to what is not there" if target.parent.is_symlink() else "no folder"
+            raise CheckpointError(f"{target.parent} is {kind}: save in another one") from error
+        collect(target.parent)
+        self.target, self._folder = target, MarkedFolder(partial_of(target))
+        self.path = self._folder.path
 
     def commit(self, manifest: bytes) -> None:
         """Writes the manifest and makes the checkpoint appear. All other files must be complete and synced.
@@ -61,24 +60,16 @@ class Draft:
         Raises:
             CheckpointError: the target was created meanwhile.
         """
-        while manifest:
-            manifest = manifest[self._manifest.write(manifest) :]
-        os.fsync(self._manifest)
+        with naming(self.path / MANIFEST), open(self.path / MANIFEST, "xb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
         sync_directory(self.path)
-        if os.path.lexists(self.target):
-            raise CheckpointError(f"{self.target} was created meanwhile: save under another name")
-        os.rename(self.path, self.target)
-        self._manifest.close()
-        sync_directory(self.target.parent)
+        self._folder.move_to(self.target)
 
     def abandon(self) -> None:
         """Removes the partial directory if it is still there: an interrupt may come right behind the rename."""
-        mine = self.path.exists()
-        if mine:
-            _empty(self.path)
-        self._manifest.close()
-        if mine:
-            _drop(self.path)
+        self._folder.remove(moved_to=self.target)
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
@@ -90,48 +81,52 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 def check_target(target: Path) -> None:
     """Raises CheckpointError if the name is taken, or is that of a partial checkpoint."""
-    if target.name.endswith(_PARTIAL):
-        raise CheckpointError(f"{target}: what ends in {_PARTIAL} is no whole checkpoint: save under another name")
+    if target.name.endswith(SUFFIX):
+        raise CheckpointError(f"{target}: what ends in {SUFFIX} is no whole checkpoint: save under another name")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: save under another name, or remove it first")
 
 
-def partial_of(target: Path) -> Path:
-    """The partial directory of a checkpoint."""
-    return target.parent / f".{target.name}{_PARTIAL}"
+def remove(path: Path) -> None:
+    """Removes a checkpoint; if interrupted, it is either complete or absent. A damaged one is removed too.
+
+    Raises:
+        CheckpointError: the directory has no manifest of this library's, or something is in the way.
+        ConfigError: the file system has no locks.
+        OSError: for example, this user may not remove it.
+    """
+    if not is_checkpoint(path):
+        raise CheckpointError(f"{path} is not removed: its {MANIFEST} is none of an {FORMAT}; move it yourself")
+    discard(path)
 
 
-def collect(directory: Path) -> list[Path]:
-    """Removes partial checkpoints without a living writer; returns their paths."""
-    return [path for path in partials(directory) if _remove_if_dead(path)]
-
-
-def discard(path: Path) -> None:
-    """Removes a checkpoint; if interrupted, it is either complete or absent."""
-    os.rename(path, partial_of(path))
-    sync_directory(path.parent)
-    _remove_if_dead(partial_of(path))
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has a manifest that this library wrote, damaged or not, and is not reached by a link."""
+    return not path.is_symlink() and _HEAD.match(_head(path)) is not None
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Links and damaged stay."""
+    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Links and damaged stay.
+
+    One that cannot be removed stays, with a warning: the checkpoint that was saved is there.
+    """
     found = [(path, manifest) for path, manifest in checkpoints(directory) if not path.is_symlink()]
     whole = [path for path, manifest in found if isinstance(manifest, Manifest)]
+    removed = []
     for path in whole[:-keep]:
-        discard(path)
-    return whole[:-keep]
+        try:
+            remove(path)
+            removed.append(path)
+        except (ElixirError, OSError) as error:
+            warnings.warn(f"{path} stays, although keep={keep}: {error}", stacklevel=2)
+    return removed
 
 
 def moment_after_all(directory: Path) -> int:
     """Nanoseconds since 1970, raised to be later than every checkpoint in `directory` if clocks differ."""
     moments = [time.time_ns()]
-    for path in directory.glob(f"[!.]*/{MANIFEST}"):
-        try:
-            descriptor = open_regular(path)
-        except CheckpointError:
-            continue  # no checkpoint, or another user's
-        with open(descriptor, "rb") as file:
-            found = re.search(rb'"saved_ns":(\d{1,19}),', file.read(_HEAD_BYTES))
+    for path in directory.glob("[!.]*"):
+        found = re.search(rb'"saved_ns":(\d{1,19}),', _head(path))
         moments += [int(found[1]) + 1] if found else []
     return max(moments)
 
@@ -139,7 +134,7 @@ def moment_after_all(directory: Path) -> int:
 def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
     """The latest checkpoint in `directory`; None if there is none. Not collective.
 
-    Partial checkpoints, left by a process that was killed during a save, are ignored and removed.
+    Nothing is written or removed, so that any process may call it while another one saves.
 
     Args:
         directory: the folder that contains checkpoints.
@@ -152,7 +147,6 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         return None
-    collect(directory)
     found = checkpoints(directory)
     for _, manifest in found if not fall_back else ():
         if isinstance(manifest, CheckpointError):
@@ -165,6 +159,8 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
                 verify(path, manifest)
             return path
         except CheckpointError as error:
+            if not os.path.lexists(path):
+                return latest(directory, fall_back=fall_back)  # removed meanwhile, by a save that has made a later one
             warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
     return None
 
@@ -174,16 +170,29 @@ def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]
 
     A link to a checkpoint elsewhere counts, one to a neighbor does not.
     """
+    while (found := _checkpoints_in(directory)) is None:
+        pass  # one was removed meanwhile, by a save that has made a later one
+    return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
+
+
+def _checkpoints_in(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]] | None:
+    """What `checkpoints` says, in no order; None if one was removed between its listing and its reading."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for path in sorted(directory.iterdir()):
         again = path.is_symlink() and path.resolve().parent == directory.resolve()
-        there = os.path.exists(path / MANIFEST)  # False also where this user may not look, as in lost+found
-        if there and not again and not path.name.endswith(_PARTIAL):
+        if again or path.name.endswith(SUFFIX):
+            continue
+        manifest: Manifest | CheckpointError | None = None
+        if os.path.exists(path / MANIFEST):  # False also where this user may not look, as in lost+found
             try:
-                found.append((path, read_manifest(path)))
+                manifest = _parsed(path)
             except CheckpointError as error:
-                found.append((path, error))
-    return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
+                manifest = error
+        if not isinstance(manifest, Manifest) and not os.path.lexists(path):
+            return None
+        if manifest is not None:
+            found.append((path, manifest))
+    return found
 
 
 def home_of(directory: Path) -> Path:
@@ -194,7 +203,7 @@ def home_of(directory: Path) -> Path:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
-    if path.name.endswith(_PARTIAL):
+    if path.name.endswith(SUFFIX):
         raise CheckpointError(f"{path} is what a save has left that did not end: use another checkpoint")
     if not path.is_dir():
         partial = partial_of(path)
@@ -207,7 +216,11 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} holds checkpoints and is none itself: load em.latest({where!r}), the last of them"
             )
         raise CheckpointError(f"{path / MANIFEST} cannot be read: there is none, so this is no whole checkpoint")
-    with open(open_regular(path / MANIFEST), "rb") as file:
+    return _parsed(path)
+
+
+def _parsed(path: Path) -> Manifest:
+    with naming(path / MANIFEST), open(open_regular(path / MANIFEST), "rb") as file:
         return parse(file.read(), str(path / MANIFEST))
 
 
@@ -222,54 +235,10 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
             raise CheckpointError(f"{path / name} is damaged: its hash is not the manifest's; use another checkpoint")
 
 
-def partials(directory: Path) -> list[Path]:
-    """Partial checkpoints in `directory`: being written, or left by dead processes."""
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if path.name.startswith(".") and path.name.endswith(_PARTIAL) and path.is_dir() and not path.is_symlink()
-    )
-
-
-def _remove_if_dead(partial: Path) -> bool:
-    """Deletes a partial checkpoint unless its writer lives, another process is deleting it, or this one may not."""
+def _head(path: Path) -> bytes:
+    """The beginning of the manifest at `path`; empty if there is none, or it is another user's."""
     try:
-        if not (partial / MANIFEST).exists():
-            # A writer has no manifest between its first two, and its last two, system calls: the directory is empty.
-            return not any(partial.iterdir()) and _drop(partial)
-        with open(partial / MANIFEST, "r+b") as manifest:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(manifest.fileno()), os.stat(partial / MANIFEST)):
-                return False
-            _empty(partial)
-        return _drop(partial)
-    except (BlockingIOError, FileNotFoundError, PermissionError):
-        return False
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        return False
-
-
-def _empty(partial: Path) -> None:
-    """Deletes the files of a partial checkpoint; the manifest, by which it is recognized, last."""
-    for path in partial.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != MANIFEST:
-            path.unlink()
-    (partial / MANIFEST).unlink(missing_ok=True)
-
-
-def _drop(partial: Path) -> bool:
-    """Deletes an empty directory; False if another process has, or has begun to write there.
-
-    Its manifest must be closed: NFS leaves a file in the directory until a deleted one is closed.
-    """
-    try:
-        partial.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise
-        return False
-    return True
+        with open(open_regular(path / MANIFEST), "rb") as file:
+            return file.read(_HEAD_BYTES)
+    except CheckpointError:
+        return b""

@@ -19,6 +19,7 @@ from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
 from elixir_moe.state.checkpoint.values import decode
+from elixir_moe.state.marked import MarkedFolder, partial_of
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
 
 _TORCH = "export it with --format torch, or load it and use em.full_state_dict(model)"
@@ -139,14 +140,13 @@ def export_huggingface(
             seen.add(name)
     sizes = {name: item.nbytes for name, item in items.items()}
     files = files_of(sizes, shard_bytes)
-    _make(out)
-    for file, names in files.items():
-        write_tensors(out / file, [items[name] for name in names], {"format": "pt"})
-    written = [out / file for file in files]
-    if len(files) > 1:
-        (out / INDEX).write_text(index_of(files, sum(sizes.values())))
-        written.append(out / INDEX)
-    return written
+    with _made_for(out, "folder") as folder:
+        for file, names in files.items():
+            write_tensors(folder.path / file, [items[name] for name in names], {"format": "pt"})
+        if len(files) > 1:
+            (folder.path / INDEX).write_text(index_of(files, sum(sizes.values())))
+        folder.move_to(out)
+    return [out / file for file in (*files, *[INDEX] * (len(files) > 1))]
 
 
 def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:
@@ -155,17 +155,15 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
     Raises:
         CheckpointError: the file exists.
     """
-    if os.path.lexists(out):
-        raise CheckpointError(f"{out} exists: name another file")
     tensors: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = dict.fromkeys(whole._manifest.keys) | whole.extra_states()
     for key, item in whole.state_dict(dtype):
         name = str(whole._manifest.keys[key])
         state[key] = tensors[name] = tensors[name] if name in tensors else item.tensor()
-    partial = out.with_name(f".{out.name}.partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, partial)
-    partial.replace(out)
+    with _made_for(out, "file") as folder:
+        torch.save(state, folder.path / "state_dict.pt")
+        _check_free(out, "file")
+        os.rename(folder.path / "state_dict.pt", out)
     return [out]
 
 
@@ -214,10 +212,17 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
     return new
 
 
-def _make(folder: Path) -> None:
+def _check_free(out: Path, kind: str) -> None:
+    """Raises CheckpointError if something is at `out`, where a file or a folder is to appear."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists: name another {kind}")
+
+
+def _made_for(out: Path, kind: str) -> MarkedFolder:
+    """A folder in which to write what is to appear as `out`. Raises CheckpointError."""
+    _check_free(out, kind)
     try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise CheckpointError(f"{folder} exists: name another folder") from None
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return MarkedFolder(partial_of(out))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made: {error.strerror}; name another folder") from error
+        raise CheckpointError(f"{out} cannot be made: {error.strerror}; name another place") from error

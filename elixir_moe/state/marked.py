@@ -1,0 +1,284 @@
+"""Folders that this library makes and may remove: the mark they carry, and the lock of the process that works in them.
+
+Owns the mark, the lock, and the removal of folders. Removes nothing that does not carry the mark. Knows nothing of the
+contents.
+
+A folder under work has a file ``.elixir_moe``. Its maker creates that file, locks it (flock), and only then writes the
+mark into it. So whenever another process looks, a folder with the mark and without a lock has no living maker. A folder
+that carries no mark yet is left alone. A kill between two of these calls leaves an empty folder, or one with an empty
+``.elixir_moe``; the next `MarkedFolder` of that path uses it.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from elixir_moe.errors import CheckpointError, ConfigError
+
+MARK = ".elixir_moe"
+"""Name of the file that marks a folder."""
+TEXT = b"elixir_moe made this folder and may remove it\n"
+"""The mark."""
+SUFFIX = ".partial"
+"""End of the names of folders under work."""
+
+
+def partial_of(target: Path) -> Path:
+    """The folder in which `target` is made, before one rename makes it appear."""
+    return target.parent / f".{target.name}{SUFFIX}"
+
+
+class MarkedFolder:
+    """A new folder with the mark, locked by this process until it is moved or removed.
+
+    As a context manager it removes the folder at the end, unless that was moved to its target.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Makes the folder, or takes over and empties one that a dead process left.
+
+        Raises:
+            CheckpointError: the folder is not this library's, or another process works in it.
+            ConfigError: the file system has no locks.
+            OSError: the folder cannot be made.
+        """
+        self.path = path
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not _is_left_over(path):
+                raise CheckpointError(
+                    f"{path} exists and was not made by elixir_moe, which would work there: move it, or choose another "
+                    f"name for what is to be written"
+                ) from None
+        try:
+            self._lock = _locked(path, create=True)
+        except ConfigError:
+            if not is_marked(path / MARK):
+                (path / MARK).unlink(missing_ok=True)
+                path.rmdir()
+            raise
+        if self._lock is None:
+            raise CheckpointError(f"{path} exists: another process is writing there")
+        try:
+            _clear(path)
+            _write_mark(self._lock, path)
+        except BaseException:
+            self.remove()
+            raise
+
+    def move_to(self, target: Path) -> None:
+        """Makes the folder appear as `target`, on disk when this returns.
+
+        Raises:
+            CheckpointError: `target` was created meanwhile.
+        """
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} was created meanwhile: save under another name")
+        os.rename(self.path, target)
+        sync_directory(target.parent)
+        self._unmark(target)
+
+    def remove(self, *, moved_to: Path | None = None) -> None:
+        """Removes the folder. If an interrupt came behind the rename to `moved_to`, only takes off the mark there."""
+        if self._lock is not None and _is_in(self._lock, self.path):
+            _remove(self._lock, self.path)
+        elif self._lock is not None and moved_to is not None and _is_in(self._lock, moved_to):
+            self._unmark(moved_to)
+        self._lock = None
+
+    def _unmark(self, target: Path) -> None:
+        assert self._lock is not None
+        os.close(self._lock)  # first: NFS keeps a deleted file in its folder until it is closed
+        self._lock = None
+        (target / MARK).unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def is_marked(path: Path) -> bool:
+    """Whether the file `path` begins with the mark."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # missing, a link, or another user's
+    with open(descriptor, "rb") as file:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and file.read(len(TEXT)) == TEXT
+
+
+def partials(directory: Path) -> list[Path]:
+    """The marked folders in `directory` in which something is made, or was when its process died."""
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.name.startswith(".") and path.name.endswith(SUFFIX) and not path.is_symlink() and is_marked(path / MARK)
+    )
+
+
+def collect(directory: Path) -> list[Path]:
+    """Removes what dead processes left half made in `directory`; returns the paths.
+
+    Raises:
+        ConfigError: the file system has no locks.
+    """
+    return [path for path in partials(directory) if _remove_if_dead(path)]
+
+
+def discard(path: Path) -> None:
+    """Removes a folder that its caller knows to be this library's; if interrupted, it is whole or absent.
+
+    Raises:
+        CheckpointError: something else is in the way.
+        ConfigError: the file system has no locks.
+        OSError: for example, this user may not remove it.
+    """
+    descriptor = _locked(path, create=True)
+    if descriptor is None:
+        return  # another process removes it
+    try:
+        _write_mark(descriptor, path)
+        os.rename(path, partial_of(path))
+    except OSError as error:
+        os.close(descriptor)
+        (path / MARK).unlink(missing_ok=True)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise CheckpointError(f"{path} cannot be removed: {partial_of(path)} is in the way, move that") from error
+    sync_directory(path.parent)
+    _remove(descriptor, partial_of(path))
+
+
+def lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
+    """Locks an open file, of this path, without waiting; False if another process has it.
+
+    Raises:
+        ConfigError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked (flock: {error.strerror}), and without a lock two processes could write there: "
+            f"mount its file system with locks (Lustre: -o flock), or name a directory on another one"
+        ) from error
+    return True
+
+
+def sync_directory(path: Path) -> None:
+    """Syncs the entries of a directory to disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives errors of the system that name no file, such as those of a full disk, the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a dead process left this folder: it has the mark, or nothing but the file for it."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if is_marked(path / MARK):
+        return True
+    return all(entry.name == MARK and entry.is_file(follow_symlinks=False) and not _size(entry) for entry in _in(path))
+
+
+def _in(path: Path) -> list[Any]:
+    with os.scandir(path) as found:
+        return list(found)
+
+
+def _size(entry: Any) -> int:
+    return int(entry.stat(follow_symlinks=False).st_size)
+
+
+def _locked(path: Path, *, create: bool) -> int | None:
+    """A descriptor of the locked file for the mark in `path`; None if another process has it, or removes the folder."""
+    mark = path / MARK
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    try:
+        descriptor = os.open(mark, flags, 0o666)
+    except FileNotFoundError:
+        return None
+    mine = False
+    try:
+        mine = lock(descriptor, mark) and _is_in(descriptor, path)
+    finally:
+        if not mine:
+            os.close(descriptor)
+    return descriptor if mine else None
+
+
+def _is_in(descriptor: int, path: Path) -> bool:
+    """Whether the file for the mark in `path` is the open one."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path / MARK, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _write_mark(descriptor: int, path: Path) -> None:
+    with naming(path / MARK):
+        os.pwrite(descriptor, TEXT, 0)
+        os.fsync(descriptor)
+
+
+def _remove_if_dead(path: Path) -> bool:
+    """Deletes a marked folder unless its maker lives, another process is deleting it, or this one may not."""
+    try:
+        descriptor = _locked(path, create=False)
+        return descriptor is not None and _remove(descriptor, path)
+    except PermissionError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return False
+
+
+def _remove(descriptor: int, path: Path) -> bool:
+    """Deletes a folder whose mark this process has locked, the mark last; False if others have begun to write there."""
+    try:
+        _clear(path)
+        (path / MARK).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)  # before the folder goes: NFS keeps a deleted file in it until it is closed
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def _clear(path: Path) -> None:
+    """Deletes everything in a folder but its mark."""
+    for entry in _in(path):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != MARK:
+            os.unlink(entry.path)
