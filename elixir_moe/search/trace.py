@@ -151,6 +151,7 @@ def _run(
             ) from error
     del loss, batch
     if recorder.alive:
+        FakeTensorMode.cache_clear()  # it keeps the storages of ``storage.copy_``, by which Megatron restores outputs
         gc.collect()
     if recorder.alive:
         raise ConfigError(

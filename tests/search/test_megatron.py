@@ -1,6 +1,7 @@
 """`Plan.auto` on Megatron-core's own models: traced, mixtures with an even routing, and trained exactly."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,13 +37,24 @@ MIXTURES = {
     "one rank's": Case(experts=4, dispatcher="alltoall", tie=True),
     "experts cut too": Case(tp=2, sequence_parallel=True, etp=2, experts=4, bias=False, gated=True, shared_expert=True),
     "recomputed": Case(ep=2, experts=4, recompute=True),
+    "balanced": Case(ep=2, experts=4, aux=0.05, global_aux=True, expert_bias=True),
+    "recomputed in parts": Case(
+        ep=2,
+        experts=4,
+        bias=False,
+        gated=True,
+        shared_expert=True,
+        recompute_modules=("mlp", "layernorm", "shared_experts"),
+    ),
+    "recomputed experts and attention": Case(ep=2, experts=4, bias=False, recompute_modules=("moe", "core_attn")),
 }
 
 
-@pytest.mark.parametrize("name", with_further(MIXTURES, ["alltoall", "experts cut too"]))
+@pytest.mark.parametrize("name", with_further(MIXTURES, ["alltoall", "experts cut too", "recomputed in parts"]))
 def test_mixtures_are_planned_and_exact(name: str, ranks: Ranks) -> None:
     case = MIXTURES[name]
-    (wanted,) = ranks(1).run(plain, case, 1, 0.5, 2 if case.aux else 1)
+    one = replace(case, aux=case.aux / 2) if case.global_aux else case  # the mean over two ranks of parts of a sum
+    (wanted,) = ranks(1).run(plain, one, 1, 0.5, 2 if case.aux and not case.global_aux else 1)
     for found in ranks(2).run(wrapped, case, "auto", 1, 0.5, wanted["start"]):
         compare(found, wanted, name)
         assert found["statistics"]["off_schedule"] == 0

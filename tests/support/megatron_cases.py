@@ -126,6 +126,10 @@ def shims() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Tensor, "cuda", lambda tensor: tensor))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", _Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
+        no_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+        stack.enter_context(mock.patch.object(random, "FP8GlobalStateManager", no_fp8, create=True))
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            stack.enter_context(mock.patch.object(random, name, lambda **_: nullcontext(), create=True))
         for module in (schedules, masks):
             stack.enter_context(mock.patch.object(module, "torch", _TorchWithoutCuda()))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
