@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe import annotate, dequantize, init_mesh, quantize
+from elixir_moe import annotate, init_mesh, quantize
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss, presets
 from elixir_moe.models.adapters import check_targets, with_adapters
 from elixir_moe.models.lora import Lora
 from elixir_moe.models.named import named_function
+from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
+from elixir_moe.verify.oracle import next_token_loss, plain_mixtures, quantized_values
 from elixir_moe.verify.shrink import changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -51,9 +53,9 @@ class Source(Protocol):
     def build(self, *, under_plan: bool = False) -> Subject:
         """The subject of the plain run, or that of the run under the plan.
 
-        The plain one is PyTorch, transformers and peft as they are, with frozen weights as their bytes decode. Under
-        the plan, experts are spread over the ranks where they can be, adapters of experts are multiplied beside them,
-        and frozen weights are bytes.
+        The plain one is PyTorch, transformers and peft as they are; `oracle` computes mixtures and the loss of this
+        library's GPT, and the values of frozen weights in 4 or 8 bits. Under the plan, experts are spread over the
+        ranks where they can be, adapters of experts are multiplied beside them, and frozen weights are bytes.
         """
 
 
@@ -72,7 +74,13 @@ class _Asked:
     quantized: str | None = None
     """The scheme in which frozen weights are kept."""
     changed: tuple[str, ...] = field(default=(), compare=False)
-    """What was shrunk."""
+    """What was shrunk, or made so that faults show."""
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.lora.alpha == self.lora.r:  # a scale of 1 does not show where it is lost
+            alpha = 3 * self.lora.r
+            object.__setattr__(self, "changed", (*self.changed, f"lora alpha {self.lora.r} -> {alpha}"))
+            object.__setattr__(self, "lora", replace(self.lora, alpha=alpha))
 
     def adapted(self, model: Any) -> Any:
         """The model with the adapters. Raises ConfigError if it cannot have them."""
@@ -84,7 +92,10 @@ class _Asked:
         if self.quantized is not None and under_plan:
             quantize(model, self.quantized)
         elif self.quantized is not None:
-            model.load_state_dict(dequantize(quantize(deepcopy(model), self.quantized)).state_dict())
+            for name, _, _, packed in packed_parameters(quantize(deepcopy(model), self.quantized)):
+                weight = model.get_parameter(name).data
+                weight = weight.transpose(-1, -2) if packed.transposed else weight
+                weight.copy_(quantized_values(weight, self.quantized))
         if self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(
@@ -235,6 +246,8 @@ class Named:
         """See `Source.build`."""
         mesh = init_mesh(device_type="cpu") if under_plan and dist.get_world_size() > 1 else None
         model = GPT(self.config, mesh)
+        if not under_plan:
+            return Subject(model=plain_mixtures(model), step=next_token_loss, sample=self.sample)
         if mesh is not None:
             annotate(model, gpt_patterns(model))
         return Subject(model=model, step=lm_loss, sample=self.sample)
