@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.verify import suite
 from elixir_moe.verify.ranks import load_once
 
 
-def run(known: argparse.Namespace, versions: dict[str, str]) -> int:
+def run(known: argparse.Namespace, versions: dict[str, str], out: TextIO) -> int:
     """Prints what the certificate says; returns 1 if a row of it differs or fails, else 0. Raises ConfigError."""
     if known.check is not None:
         content = suite.read(known.check)
@@ -29,7 +29,7 @@ def run(known: argparse.Namespace, versions: dict[str, str]) -> int:
         content = _run_rows(known, versions)
     wrong = [answer for answer in content["rows"] if not answer["ok"]]
     if known.json:
-        print(json.dumps(content))
+        print(json.dumps(content), file=out)
     else:
         for answer in wrong:
             print(f"{answer['row']}: {answer.get('error') or answer['first']}")

@@ -5,11 +5,13 @@ Owns its output. Decides nothing: `verify/` trains and compares.
 
 import argparse
 import json
+import sys
 import tempfile
+from contextlib import redirect_stdout
 from importlib import metadata
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -31,6 +33,14 @@ _MOST_RANKS = 64
 
 def run(known: argparse.Namespace) -> int:
     """Prints the certificate; returns 0 if everything agrees, and 1 if not. Raises ConfigError and PlanError."""
+    if not known.json:
+        return _run(known, sys.stdout)
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):  # the user's code may print
+        return _run(known, out)
+
+
+def _run(known: argparse.Namespace, out: TextIO) -> int:
     if launch.under_torchrun():
         raise ConfigError("verify starts ranks of its own: call it without torchrun")
     if known.suite or known.check is not None:
@@ -38,7 +48,7 @@ def run(known: argparse.Namespace) -> int:
             raise ConfigError("--with compares one model: give --hf or --module instead of --suite")
         from elixir_moe.cli import certificate
 
-        return certificate.run(known, _versions())
+        return certificate.run(known, _versions(), out)
     _check_numbers(known)
     with tempfile.TemporaryDirectory() as folder:
         way = _way(known, Path(folder))
@@ -69,7 +79,7 @@ def run(known: argparse.Namespace) -> int:
         facts: dict[str, Any] = {"ok": failed is None, "first": failed.where if failed else None}
         facts |= {"checks": as_dicts(checks), "shrunk": source.changed, "ranks": known.ranks, "versions": versions}
         named = {"with": known.peer, "not_done": dict(way.not_done)} if known.peer else {"plan": known.plan}
-        print(json.dumps(facts | named | ({"script": script and str(known.script)} if known.script else {})))
+        print(json.dumps(facts | named | ({"script": script and str(known.script)} if known.script else {})), file=out)
     else:
         _show(checks, failed, way, versions)
         if known.script and failed:

@@ -93,7 +93,8 @@ def _answers(pipes: list[Connection]) -> list[Any]:
 
 
 def _serve(rank: int, ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
-    """The life of one rank."""
+    """The life of one rank; what it prints goes to stderr, since stdout has the result of a command."""
+    os.dup2(2, 1)
     prepare_process()
     torch.set_num_threads(1)
     os.environ |= _QUIET
