@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import parallel
 
 from elixir_moe.errors import ConfigError, nothing_called
@@ -26,6 +27,7 @@ from elixir_moe.verify.training import (
     FOLDER,
     HALF,
     OTHER_RANKS,
+    OWN_STATE,
     QUANTIZED,
     RESUME,
     SEED,
@@ -119,6 +121,9 @@ class OfTorch:
     def moments(self) -> dict[str, Weights]:
         """See `Trainee.moments`."""
         found: dict[str, Weights] = {}
+        for module in self.subject.model.modules():
+            if isinstance(module, FSDPModule):  # without a backward, the root stays gathered, in other parameters
+                module.reshard()
         for name, p in self.subject.model.named_parameters():
             state = self.optimizer.state.get(p, {})
             if {"exp_avg", "exp_avg_sq"} <= set(state):
@@ -126,13 +131,15 @@ class OfTorch:
                 found[name] = {"exp_avg": first, "exp_avg_sq": second.sqrt()}
         return found
 
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint of `torch.distributed.checkpoint`."""
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Writes a checkpoint of `torch.distributed.checkpoint`, and `extra` as users do: next to it."""
         from torch.distributed import checkpoint
 
         checkpoint.save(self._state(), checkpoint_id=folder)
+        if dist.get_rank() == 0:
+            torch.save(extra, folder / "extra.pt")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> dict[str, Any]:
         """Reads one."""
         from torch.distributed import checkpoint
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -140,6 +147,8 @@ class OfTorch:
         state = self._state()
         checkpoint.load(state, checkpoint_id=folder)
         set_state_dict(self.runs, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        extra: dict[str, Any] = torch.load(folder / "extra.pt")
+        return extra
 
     def export(self, folder: Path) -> None:
         """Gathers the weights and writes them on rank 0."""
@@ -262,6 +271,7 @@ class OfDeepSpeed:
 
     subject: Subject
     runs: Any
+    optimizer: torch.optim.Optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Trainee.backward`; the engine divides by the micro-batches, and wants each to end in `step`."""
@@ -307,20 +317,21 @@ class OfDeepSpeed:
                 found[name] = {"exp_avg": both[0].clone(), "exp_avg_sq": both[1].sqrt()}
         return found
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """See `Trainee.save`."""
-        self.runs.save_checkpoint(str(folder))
+        self.runs.save_checkpoint(str(folder), client_state=extra)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> dict[str, Any]:
         """See `Trainee.load`."""
-        self.runs.load_checkpoint(str(folder))
+        extra: dict[str, Any] = self.runs.load_checkpoint(str(folder))[1]
+        return extra
 
     def export(self, folder: Path) -> None:
         """By way of a checkpoint, as its ``zero_to_fp32.py`` does."""
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         saved = folder.with_name(f"{folder.name}-from")
-        self.save(saved)
+        self.save(saved, {})
         dist.barrier()
         if dist.get_rank() == 0:
             _write(self.subject.model, get_fp32_state_dict_from_zero_checkpoint(str(saved)), folder)
@@ -355,8 +366,9 @@ def _zero(stage: int) -> Callable[[Setup, Subject], Trainee]:
             "bf16": {"enabled": setup.compute_dtype is not None},
             "steps_per_print": 10**9,
         }
-        engine, *_ = deepspeed.initialize(model=subject.model, optimizer=_trained(subject), config=config)
-        return OfDeepSpeed(subject=subject, runs=engine)
+        optimizer = _trained(subject)
+        engine, *_ = deepspeed.initialize(model=subject.model, optimizer=optimizer, config=config)
+        return OfDeepSpeed(subject=subject, runs=engine, optimizer=optimizer)
 
     return begin
 
@@ -375,6 +387,7 @@ class _Kind:
 _PLAIN = {
     QUANTIZED: "it has no weights in 4 or 8 bits of its own",
     FOLDER: "it wraps a model that is there",
+    OWN_STATE: "each rank has its own, and its checkpoint has those of one rank or none",
 }
 _DEEPSPEED = _PLAIN | {OTHER_RANKS: "as many ranks load as have saved, unless ds_to_universal.py converts between"}
 _TRANSFORMERS = {

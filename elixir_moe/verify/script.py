@@ -11,7 +11,7 @@ from typing import Any
 from elixir_moe.verify.certificate import GRADIENT, GRADIENT_OF_ALL, LOSS, WEIGHT, Check
 from elixir_moe.verify.peers import Peer, stage_of
 from elixir_moe.verify.subject import FIRST_WORD, Function, HuggingFace, Source
-from elixir_moe.verify.training import CLIP, EPS, LR, SEED, Setup
+from elixir_moe.verify.training import CLIP, DECAY, GROUPS, SEED, Setup
 
 _HUGGING_FACE = """\
 import transformers
@@ -79,7 +79,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False)
 settings = {{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICRO, "gradient_clipping": {bound},
             "zero_optimization": {{"stage": {stage}}}, "zero_allow_untested_optimizer": True}}
-runs, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings)
+optimizer = adamw(model)
+runs, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 def backward(loss, last):
     runs.backward(loss)
     if not last:
@@ -105,9 +106,12 @@ model = build()
 torch.manual_seed({seed})
 plain = build()
 def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr={lr}, eps={eps}, weight_decay=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=trained[i::{kinds}], **options) for i, options in enumerate({groups})]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
 {way}
 expected = adamw(plain)
+schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: {decay}**step) for one in (optimizer, expected)]
 def compare(what, mine, wanted, allowed):
     if not abs(mine - wanted) <= allowed:
         raise SystemExit(f"{{what}} differs: {{mine:.6g}} by the peer, {{wanted:.6g}} plain, allowed {{allowed:.2g}}")
@@ -144,6 +148,8 @@ for step in range(STEPS):
         far = float((weight(p) - q.detach()).abs().max())
         compare(f"step {{step + 1}}: the largest difference of {{name}}", far, 0.0, {weight} * (step + 1))
     expected.zero_grad()
+    for schedule in schedules:
+        schedule.step()
 print("nothing differs")
 '''
 
@@ -164,8 +170,9 @@ def script_of(setup: Setup, failed: Check, versions: dict[str, str]) -> str | No
         steps=int(step[1] or step[2]),
         micro=setup.accumulation,
         seed=SEED,
-        lr=LR,
-        eps=EPS,
+        groups=GROUPS,
+        kinds=len(GROUPS),
+        decay=DECAY,
         bound=CLIP,
         gradient=GRADIENT,
         of_all=GRADIENT_OF_ALL,

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -32,6 +32,17 @@ MODES = {"full": "all weights", "lora": "adapters", "nf4": "adapters of a base i
 """What is trained."""
 _STEPS = 2
 """Before the save, and as many after the load."""
+_OPTIONS = "; ".join(", ".join(f"{k} {v}" for k, v in group.items()) for group in training.GROUPS)
+TRAINED = (
+    f"AdamW, {len(training.GROUPS)} param_groups ({_OPTIONS}), learning rates times {training.DECAY} after each step"
+)
+"""What each row is trained with; a row keeps it."""
+_TRAINED_BEFORE = (
+    "AdamW, one param_group (lr 0.01, eps 0.0001, weight_decay 0.1) and constant learning rates, by a `verify` that "
+    "decoded weights in 4 bits by this library in both runs, and did not compare options, schedule, buffers and random "
+    "generators after the load"
+)
+"""Rows that do not say what they were trained with."""
 _WAYS = tuple(product((False, True), (1, 2), ((2, 2), (2, 1), (1, 2))))
 """(checkpointing, micro-batches of a step, (ranks that save, ranks that load)); every row exports at its end."""
 
@@ -161,7 +172,7 @@ def worst_of(checks: Sequence[Check]) -> dict[str, list[float | str]]:
     """{what was compared, whatever the step: [the worst difference, its bound]}."""
     found: dict[str, Check] = {}
     for check in checks:
-        kind = re.sub(r" (of|in) step \d+.*", "", check.name)
+        kind = re.sub(r" (of|in|after) step \d+.*", "", check.name)
         before = found.get(kind)
         if before is None or _badness(check) > _badness(before):
             found[kind] = check
@@ -191,21 +202,22 @@ def run_suite(
     """Runs the rows that `file` has not as equal, `jobs` at a time, and writes each as it ends; returns the content.
 
     `facts` are of this run: "commit" goes with each row, rows of other "versions" are not kept, and "packages" are
-    told beside them. `again`: rows that `file` has are run too; `fresh`: nothing of the file is kept.
+    told beside them. Rows that were trained otherwise than `TRAINED` are run again. `again`: rows that `file` has are
+    run too; `fresh`: nothing of the file is kept.
 
     Raises:
         ConfigError: `file` is there and is no certificate, or has been changed.
     """
     before = read(file) if file.exists() and not fresh else {"versions": facts["versions"], "rows": []}
     kept = before["rows"] if before["versions"] == facts["versions"] else []
-    done = {answer["row"]: answer for answer in kept if answer["ok"]}
+    done = {answer["row"]: answer for answer in kept if answer["ok"] and answer.get("trained") == TRAINED}
     content = _content(facts, done)
     todo = [row for row in asked_for if again or row.name not in done]
     with ThreadPoolExecutor(jobs) as pool:
         waiting = [pool.submit(run_row, row) for row in todo]
         try:
             for one in as_completed(waiting):
-                answer = one.result() | {"commit": facts["commit"]}
+                answer = one.result() | {"commit": facts["commit"], "trained": TRAINED}
                 done[answer["row"]] = answer
                 content = _content(facts, done)
                 write(file, content)
@@ -283,6 +295,8 @@ def _lines(content: Answer, name: str) -> Iterator[str]:
         yield "The run was stopped before those: they are listed below, and the same command goes on with them."
     yield from ("", *_ABOUT, "", f"- Rows: {content['left out']}")
     yield f"- Versions: {', '.join(f'{package} {version}' for package, version in content['versions'].items())}"
+    trained = Counter(answer.get("trained", _TRAINED_BEFORE) for answer in answers.values())
+    yield from (f"- Trained with, in {count} rows: {how}" for how, count in trained.items())
     yield f"- Commits: {', '.join(commits) or 'none'}"
     yield f"- SHA-256 of the content: `{content.get('digest') or digest(content)}`"
     yield from ("", "## Families and plans", "", "A cell names the modes whose row is equal.", "")

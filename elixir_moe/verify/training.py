@@ -6,17 +6,21 @@ ranks means. Compares nothing.
 """
 
 import gc
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
+from elixir_moe.parallel.plain_state import persistent_buffers
 from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import SCALES, packed_parameters
 from elixir_moe.state.checkpoint.storage import read_manifest
@@ -26,15 +30,24 @@ from elixir_moe.verify.plans import AskedPlan
 from elixir_moe.verify.subject import Source, Subject, batch_of, own_loss, parts_of
 
 LR, EPS, CLIP = 1e-2, 1e-4, 1.0
-"""Of AdamW, and the largest gradient norm. The tolerances are derived from them."""
+"""Of AdamW at most, and the largest gradient norm. The tolerances are derived from them."""
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"lr": LR, "eps": EPS, "weight_decay": 0.1},
+    {"lr": LR / 2, "eps": EPS, "weight_decay": 1.0, "betas": (0.8, 0.99)},
+)
+"""Options of AdamW's param_groups: parameters go to them in turn."""
+DECAY = 0.9
+"""Factor of all learning rates, after each step."""
 SEED, _OTHER_SEED, _PROBE = 5, 6, 999
 """Of the first weights, of those that a load overwrites, and the number of the batch that no step has seen."""
 
 QUANTIZED, HALF, ADAPTERS, FOLDER = "quantized base", "bf16 compute", "adapters", "weights read from a folder"
-RESUME, OTHER_RANKS = "resume", "resume on other ranks"
+RESUME, OTHER_RANKS, OWN_STATE = "resume", "resume on other ranks", "buffers and random generators in the checkpoint"
 """Parts of a comparison that not every way has."""
 
 Weights = dict[str, Tensor]
+Sums = dict[str, tuple[float, int]]
+"""For each module, in order of their ends: the sum of squares of what it returned, and how many numbers that were."""
 
 
 class Trainee(Protocol):
@@ -44,6 +57,10 @@ class Trainee(Protocol):
     """The model by the names of the plain one, with its loss and its batches."""
     runs: nn.Module
     """What a batch is given to: the model, or what is around it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one whose options a schedule changes."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
@@ -60,11 +77,11 @@ class Trainee(Protocol):
     def moments(self) -> dict[str, Weights]:
         """Of AdamW, on rank 0; the square root of the second."""
 
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint."""
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Writes a checkpoint with what the user's program keeps there."""
 
-    def load(self, folder: Path) -> None:
-        """Reads one."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Reads one; returns `extra`."""
 
     def export(self, folder: Path) -> None:
         """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
@@ -141,8 +158,14 @@ class Record:
     """Rows of the first micro-batch whose loss reaches the logits, for each position; none without such logits."""
     started: Weights = field(default_factory=dict)
     """Weights that `em.wrap(weights=...)` read from a folder of transformers."""
-    modules: dict[str, float] = field(default_factory=dict)
-    """Sum of squares of what each module returned in the first micro-batch, over all rows; in order of their ends."""
+    modules: list[Sums] = field(default_factory=list)
+    """In the first micro-batch of each step, over all rows."""
+    ends: list[tuple[float, Sums]] = field(default_factory=list)
+    """Before the save and after the last step: the loss of another batch, and what modules returned."""
+    kept: list[Weights] = field(default_factory=list)
+    """For each rank, what the checkpoint is to keep besides weights and moments, when it was saved."""
+    found: list[Weights] = field(default_factory=list)
+    """The same after the load."""
     outputs: Tensor | None = None
     """Logits after the last step; the loss where the model has none."""
 
@@ -170,18 +193,21 @@ def train_and_save(setup: Setup) -> None:
     """The first half of `on_these_ranks`. Collective."""
     record = Record()
     trainee = setup.way.begin(setup, SEED)
-    record.weights.append(trainee.weights())
+    schedule = schedule_of(trainee.optimizer)
+    _seed_generators(SEED)
     for step in range(setup.steps):
-        _step(setup, trainee, record, step)
+        _step(setup, trainee, schedule, record, step)
+    _end_half(trainee, record)
     if setup.resumes:
-        trainee.save(setup.folder / "checkpoint")
+        record.kept = _gathered(_kept(setup, trainee, schedule))
+        trainee.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
         record.moments = trainee.moments()
         trainee.close()
     else:
         record.moments = trainee.moments()
         _end(setup, trainee, record)
     _leave(setup, record)
-    del trainee
+    del trainee, schedule
     gc.collect()  # hooks and model point at each other
 
 
@@ -190,10 +216,13 @@ def load_and_go_on(setup: Setup) -> None:
     dist.barrier()
     record = record_of(setup)
     trainee = setup.way.begin(setup, _OTHER_SEED)
-    trainee.load(setup.folder / "checkpoint")
-    record.loaded = trainee.weights()
+    schedule = schedule_of(trainee.optimizer)
+    _change_all(setup, trainee)
+    schedule.load_state_dict(trainee.load(setup.folder / "checkpoint")["schedule"])
+    record.found = _gathered(_kept(setup, trainee, schedule))
     for step in range(setup.steps, setup.all_steps):
-        _step(setup, trainee, record, step)
+        _step(setup, trainee, schedule, record, step)
+    _end_half(trainee, record)
     _end(setup, trainee, record)
     _leave(setup, record)
 
@@ -215,22 +244,102 @@ def _leave(setup: Setup, record: Record) -> None:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _step(setup: Setup, trainee: Trainee, record: Record, step: int) -> None:
-    subject, losses = trainee.subject, torch.zeros((), dtype=torch.float64)
+def _step(setup: Setup, trainee: Trainee, schedule: LambdaLR, record: Record, step: int) -> None:
+    """Weights are read behind a forward that has used them: to read them might bring them up to date."""
+    subject, losses, sums = trainee.subject, torch.zeros((), dtype=torch.float64), Sums()
     for micro in range(setup.accumulation):
         rows = own_rows(batch_of(subject, step, micro))
         with labels_counted(subject.model, record.labeled, counted=not (step or micro)):
-            with _modules_watched(subject.model, record.modules, watched=not (step or micro)):
+            with _modules_watched(subject.model, sums, watched=not micro):
                 loss = subject.step(trainee.runs, rows)
             trainee.backward(loss, last=micro + 1 == setup.accumulation)
         losses += loss.detach() / setup.accumulation
-    dist.all_reduce(losses)
-    record.losses.append(losses.item() / dist.get_world_size())
+    record.losses.append(_mean(losses))
+    record.modules.append(_added(_gathered(sums)))
     if step == 0:
-        _add_over_ranks(record)
+        record.labeled = [sum(rows) for rows in zip(*_gathered(record.labeled), strict=True)]
+    if step == setup.steps:
+        record.loaded = trainee.weights()
+    else:
+        record.weights.append(trainee.weights())
     record.gradients.append(trainee.norms())
     record.norms.append(trainee.update())
+    schedule.step()
+
+
+def _end_half(trainee: Trainee, record: Record) -> None:
+    """A forward with the weights of the last step, before they are read."""
+    subject, sums = trainee.subject, Sums()
+    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
+        loss = subject.step(trainee.runs, own_rows(batch_of(subject, _PROBE, 0)))
+    record.ends.append((_mean(loss.detach().double()), _added(_gathered(sums))))
     record.weights.append(trainee.weights())
+
+
+def _mean(loss: Tensor) -> float:
+    """Over the ranks."""
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _gathered(value: Any) -> list[Any]:
+    """That of each rank, on all."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _added(found: list[Sums]) -> Sums:
+    """Those of all ranks together."""
+    return {name: (sum(f[name][0] for f in found), sum(f[name][1] for f in found)) for name in found[0]}
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """The schedule of the learning rates of both runs."""
+    return LambdaLR(optimizer, lambda step: DECAY**step)
+
+
+def _seed_generators(seed: int) -> None:
+    """Gives each rank random generators of its own."""
+    seed = 100 * seed + dist.get_rank()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _change_all(setup: Setup, trainee: Trainee) -> None:
+    """Changes what a load is to restore: options, and what `OWN_STATE` means."""
+    for group in trainee.optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                group[name] = value / 2
+            elif isinstance(value, tuple):
+                group[name] = tuple(part / 2 for part in value)
+    _seed_generators(_OTHER_SEED)
+    if OWN_STATE not in setup.way.not_done:
+        for buffer in persistent_buffers(trainee.subject.model):
+            buffer.copy_(buffer + 1)
+
+
+def _kept(setup: Setup, trainee: Trainee, schedule: LambdaLR) -> Weights:
+    """What a checkpoint keeps of this rank besides weights and moments, by what it is called."""
+    groups = trainee.optimizer.param_groups
+    said = {f"param_group {i}, {name}": group[name] for i, group in enumerate(groups) for name in group}
+    said |= {f"schedule, {name}": value for name, value in schedule.state_dict().items()}
+    if OWN_STATE not in setup.way.not_done:
+        buffers = persistent_buffers(trainee.subject.model)
+        said |= {f"buffer {names[0]}": buffer.detach().clone() for buffer, names in buffers.items()}
+        numpy = np.random.get_state(legacy=False)["state"]
+        said["random generator of torch"] = torch.get_rng_state()
+        said["random generator of Python"] = random.getstate()[1]
+        said["random generator of numpy"] = [*numpy["key"].tolist(), numpy["pos"]]
+    return {name: torch.as_tensor(value).double() for name, value in said.items() if _has_numbers(value)}
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_has_numbers, value))
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
 
 
 def own_rows(batch: Any) -> Any:
@@ -261,15 +370,17 @@ def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Itera
 
 
 @contextmanager
-def _modules_watched(model: nn.Module, sums: dict[str, float], *, watched: bool) -> Iterator[None]:
-    """Adds to `sums` what each module returns; nothing where `MoE` sends rows to other ranks."""
+def _modules_watched(model: nn.Module, sums: Sums, *, watched: bool) -> Iterator[None]:
+    """Adds to `sums` what each module returns for rows; numbers of a whole batch depend on how rows are shared out."""
     hooks = []
-    for name, module in model.named_modules() if watched and not counts_over_ranks(model) else ():
+    for name, module in model.named_modules() if watched else ():
 
         def note(_module: nn.Module, _arguments: Any, output: Any, name: str = name) -> None:
-            floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            found = sum(float(leaf.detach().double().square().sum()) for leaf in floats)
-            sums[name] = sums.get(name, 0.0) + found
+            square, numel = sums.pop(name, (0.0, 0))  # a module may be called again
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
+                    square, numel = square + float(leaf.detach().double().square().sum()), numel + leaf.numel()
+            sums[name] = square, numel
 
         hooks.append(module.register_forward_hook(note))
     try:
@@ -277,14 +388,6 @@ def _modules_watched(model: nn.Module, sums: dict[str, float], *, watched: bool)
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _add_over_ranks(record: Record) -> None:
-    """Makes what one rank has seen of the first micro-batch what all have."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (record.labeled, record.modules))
-    record.labeled = [sum(rows) for rows in zip(*(labeled for labeled, _ in seen), strict=True)]
-    record.modules = {name: sum(modules.get(name, 0.0) for _, modules in seen) for name in record.modules}
 
 
 # ------------------------------------------------------------------------------------------------------ under a plan
@@ -368,13 +471,14 @@ class Wrapped:
         """Those of the checkpoint that was saved."""
         return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """See `Trainee.save`."""
-        save(folder, self.runs, self.optimizer)
+        save(folder, self.runs, self.optimizer, extra=extra)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> dict[str, Any]:
         """See `Trainee.load`."""
-        load(folder, self.runs, self.optimizer)
+        found: dict[str, Any] = load(folder, self.runs, self.optimizer)
+        return found
 
     def export(self, folder: Path) -> None:
         """See `Trainee.export`."""
@@ -411,9 +515,12 @@ def _saved_moments(path: Path) -> dict[str, Weights]:
 # ----------------------------------------------------------------------------------------------------- in plain PyTorch
 
 
-def in_plain_pytorch(setup: Setup) -> tuple[Record, list[str]]:
-    """The record of one process, and the parameters' names in order of forward."""
-    record = Record()
+def in_plain_pytorch(setup: Setup, *, error: float = 0.0) -> tuple[Record, list[str]]:
+    """The record of one process, and the parameters' names in order of forward.
+
+    `error` is put into first weights, as a part of each, and into elements of gradients, as a part of the global norm.
+    """
+    record, signs = Record(), torch.Generator().manual_seed(SEED)
     torch.manual_seed(SEED)
     subject = setup.source.build()
     model = subject.model
@@ -423,10 +530,22 @@ def in_plain_pytorch(setup: Setup) -> tuple[Record, list[str]]:
         for p in model.parameters():
             p.data = p.data.to(setup.compute_dtype)
     optimizer = optimizer_of(subject, masters.values())
+    schedule = schedule_of(optimizer)
     record.frozen = [name for name in order if name not in masters]
     record.weights.append(_weights(model, masters))
+    if error:
+        for name, p in model.named_parameters():
+            p.data *= 1 + error * _signs(p, signs)
+            masters.get(name, p).data.copy_(p)
     for step in range(setup.all_steps):
-        _plain_step(setup, subject, masters, optimizer, record, step)
+        sums = _plain_backwards(setup, subject, list(masters), record, step)
+        if error:
+            norm = sum(float(gradient.square().sum()) for gradient in sums.values()) ** 0.5
+            sums = {name: gradient + error * norm * _signs(gradient, signs) for name, gradient in sums.items()}
+        _plain_update(model, masters, optimizer, sums, record)
+        schedule.step()
+        if step + 1 in (setup.steps, setup.all_steps):
+            record.ends.append(_plain_end(setup, subject, step))
         if step + 1 == setup.steps:
             record.moments = _moments(optimizer, masters)
     record.outputs = _outputs(subject, model)
@@ -435,42 +554,66 @@ def in_plain_pytorch(setup: Setup) -> tuple[Record, list[str]]:
     return record, order
 
 
-def _plain_step(
-    setup: Setup,
-    subject: Subject,
-    masters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    record: Record,
-    step: int,
-) -> None:
-    model, total = subject.model, 0.0
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, like.shape, generator=generator) * 2 - 1
+
+
+def _plain_backwards(
+    setup: Setup, subject: Subject, trained: list[str], record: Record, step: int
+) -> dict[str, Tensor]:
+    """The gradients of a step."""
+    model, total, seen = subject.model, 0.0, Sums()
     parameters = dict(model.named_parameters())
     sums: dict[str, Tensor] = {}
     for micro in range(setup.accumulation):
-        batch = batch_of(subject, step, micro)
-        ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
-        parts = [batch] if counts_over_ranks(model) else list(parts_of(batch, ranks))
+        parts = _parts(setup, subject, step, batch_of(subject, step, micro))
         for rows in parts:
             with labels_counted(model, record.labeled, counted=not (step or micro)):
-                with _modules_watched(model, record.modules, watched=not (step or micro)):
+                with _modules_watched(model, seen, watched=not micro):
                     loss = subject.step(model, rows) / (setup.accumulation * len(parts))
                 loss.backward()
             total += float(loss.detach())
-            for name in masters:
+            for name in trained:
                 gradient, parameters[name].grad = parameters[name].grad, None
                 if gradient is not None:
                     sums[name] = sums[name] + gradient.float() if name in sums else gradient.float()
+    record.losses.append(total)
+    record.modules.append(seen)
+    return sums
+
+
+def _plain_update(
+    model: nn.Module,
+    masters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    sums: dict[str, Tensor],
+    record: Record,
+) -> None:
     for name, master in masters.items():
         master.grad = sums.get(name)
-    record.losses.append(total)
     record.gradients.append({name: gradient.norm().item() for name, gradient in sums.items()})
     record.norms.append(nn.utils.clip_grad_norm_(masters.values(), CLIP).item())
     optimizer.step()
     optimizer.zero_grad()
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, master in masters.items():
             parameters[name].copy_(master)
     record.weights.append(_weights(model, masters))
+
+
+def _parts(setup: Setup, subject: Subject, step: int, batch: Any) -> list[Any]:
+    """What each rank of a step has of a batch; all in one where the model counts over ranks."""
+    ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
+    return [batch] if counts_over_ranks(subject.model) else list(parts_of(batch, ranks))
+
+
+def _plain_end(setup: Setup, subject: Subject, step: int) -> tuple[float, Sums]:
+    """See `_end_half`."""
+    parts, sums = _parts(setup, subject, step, batch_of(subject, _PROBE, 0)), Sums()
+    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
+        losses = [float(subject.step(subject.model, rows)) for rows in parts]
+    return sum(losses) / len(losses), sums
 
 
 def counts_over_ranks(model: nn.Module) -> bool:
@@ -502,7 +645,8 @@ def _order_of_forward(subject: Subject) -> list[str]:
     modules = dict(subject.model.named_modules())
 
     def note(module: nn.Module, _: Any) -> None:
-        ran.setdefault(module, len(ran))
+        for inner in module.modules() if isinstance(module, MoE) else (module,):  # the plain one calls no inner module
+            ran.setdefault(inner, len(ran))
 
     hooks = [module.register_forward_pre_hook(note) for module in modules.values()]
     with torch.no_grad():
@@ -558,7 +702,9 @@ def _outputs(subject: Subject, model: nn.Module) -> Tensor:
 
 
 def optimizer_of(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The subject's own, or AdamW."""
+    """The subject's own, or AdamW with two param_groups."""
     if subject.optimizer is not None:
         return subject.optimizer(parameters)
-    return torch.optim.AdamW(parameters, lr=LR, eps=EPS, weight_decay=0.1)
+    trained = list(parameters)
+    shared_out = [{"params": trained[i :: len(GROUPS)], **options} for i, options in enumerate(GROUPS)]
+    return torch.optim.AdamW([group for group in shared_out if group["params"]])

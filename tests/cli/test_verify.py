@@ -1,6 +1,8 @@
 """`elixir-moe verify`: a sound model passes, and a fault is named. tests/museum has those that others have shipped."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,35 @@ def test_a_fault_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixture[str
     assert not first["difference"] <= first["tolerance"]
 
 
+def test_two_rows_a_rank_in_a_batch_normalization(capsys: pytest.CaptureFixture[str]) -> None:
+    """It divides by the difference of two rows: bounds are what errors of rounding become in it."""
+    code, answer = verified(capsys, "--module", f"{CASES}:normalized", "--steps", "3")
+    assert code == 0, answer["first"]
+    assert any(
+        check["difference"] > 5.7e-5 and check["name"] == "gradients of step 5 after the load"
+        for check in answer["checks"]
+    ), "the case shows nothing: its differences are small"
+
+
+def test_a_global_norm_of_its_own_gradients_blames_no_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = verified(capsys, "--module", f"{CASES}:scaled_unused", "--steps", "1")
+    norm = next(check for check in answer["checks"] if check["name"] == "gradient norm of step 1")
+    assert (code, norm["ok"]) == (1, False)
+    assert "as if the squares" not in norm["where"]
+
+
+def test_json_is_all_that_stdout_has() -> None:
+    command = ("verify", "--json", "--module", f"{CASES}:talking", "--ranks", "1", "--steps", "1", "--plan", "ddp")
+    ran = subprocess.run([sys.executable, "-m", "elixir_moe", *command], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout)["ok"]
+    assert {"building", "a step"} <= set(ran.stderr.splitlines())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--module", f"{CASES}:sound", "--plan", "ddp", "--accumulation", "2"),
+        ("--module", f"{CASES}:sound", "--plan", "ddp", "--accumulation", "1"),
         ("--module", f"{CASES}:sound", "--plan", "zero2", "--resume-ranks", "1"),
         ("--module", f"{CASES}:sound", "--lora", "r=2,targets=first,last,parameters=experts.weight"),
         ("--module", f"{CASES}:sound", "--plan", "auto", "--ranks", "1", "--resume-ranks", "2"),

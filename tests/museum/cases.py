@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -214,12 +215,12 @@ def decayed_though_frozen() -> Iterator[None]:
         model, optimizer = wrap(model, *arguments, **options)
         step = optimizer.step
 
-        def decaying() -> None:
+        def decaying(_: Any) -> None:
             step()
             with em.unsharded(model.first, write=True), torch.no_grad():
                 model.first.weight.mul_(1 - 1e-6)
 
-        optimizer.step = decaying
+        optimizer.step = MethodType(decaying, optimizer)
         return model, optimizer
 
     with patch.object(training, "wrap", broken):
@@ -235,7 +236,7 @@ class Case:
 
     fault: str
     """In words."""
-    seen: tuple[str, ...]
+    seen: tuple[str, ...] = ()
     """Threads, as repository#number."""
     plant: Callable[[], Any]
     """Enters it."""
@@ -358,20 +359,26 @@ CASES = {
 
 def found(name: str | None, folder: str, like: str | None = None) -> list[dict[str, Any]]:
     """The checks of a case, on rank 0 of the ranks that all call it; without a name, of the case `like` unharmed."""
-    case = CASES[name or like or ""]
+    return judged(CASES[name or like or ""], folder, harmed=name is not None)
+
+
+def judged(
+    case: Case, folder: str, *, harmed: bool = True, steps: int = STEPS, accumulation: int = 1
+) -> list[dict[str, Any]]:
+    """The checks of a case with its fault, or unharmed, on rank 0 of the ranks that all call it."""
     setup = training.Setup(
         source=case.source(),
         way=training.Planned(asked(case.plan, Path(folder))),
         ranks=RANKS,
         resumed_ranks=RANKS,
-        steps=STEPS,
-        accumulation=1,
+        steps=steps,
+        accumulation=accumulation,
         compute_dtype=None,
         folder=Path(folder),
     )
     with ExitStack() as both:
         with ExitStack() as one:
-            if name is not None:
+            if harmed:
                 (both if case.in_both else one).enter_context(case.plant())
             training.on_these_ranks(setup)
         return as_dicts(certify(setup)) if dist.get_rank() == 0 else []

@@ -104,3 +104,35 @@ def frozen_first() -> Case:
     model = Mixture()
     model.first.requires_grad_(False)
     return model, loss_of, sample
+
+
+class Normalized(nn.Module):
+    """Batch normalization between linear layers; a rank that has two rows divides by their difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def normalized() -> Case:
+    return Normalized(), loss_of, sample
+
+
+def scaled_unused() -> Case:
+    """The loss is multiplied by the number of ranks, and a layer has no gradient."""
+    model, _, draw = unused()
+    return model, scaled()[1], draw
+
+
+def talking() -> Case:
+    """It prints while it is built and while it runs."""
+    print("building")
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        print("a step", flush=True)
+        return loss_of(model, x)
+
+    return Mixture(), step, sample
