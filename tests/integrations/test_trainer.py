@@ -657,6 +657,38 @@ def test_an_evaluation_before_leaves_no_autocast_in_training(ranks: Ranks, tmp_p
     assert before == without == "torch.bfloat16"
 
 
+def shown_after_small_steps(folder: str, **options: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+    """{name: the weight before training, what the parameter shows afterwards, and the master}, trained in bf16."""
+    from transformers import TrainingArguments
+
+    from elixir_moe.integrations.transformers import ElixirTrainer
+
+    with launched():
+        arguments = TrainingArguments(
+            folder, max_steps=2, learning_rate=1e-6, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        model = mixture()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        trainer = ElixirTrainer(model, arguments, train_dataset=data(), **options)
+        trainer.train()
+        masters = em.full_state_dict(trainer.model, all_ranks=True)
+        shown = {name: trainer.model.get_parameter(name).detach().clone() for name in before}
+        trainer.model._elixir.optimizer.close()
+    return {name: (before[name], shown[name], masters[name]) for name in before}
+
+
+def test_parameters_show_bf16_and_masters_are_fp32(ranks: Ranks, tmp_path: Path) -> None:
+    """As docs/trainer.md says of `bf16=True`."""
+    (found,) = ranks(1).run(shown_after_small_steps, str(tmp_path))
+    for before, shown, master in found.values():
+        assert master.dtype is torch.float32 and not torch.equal(master, before)
+        assert torch.equal(shown, master.bfloat16())
+    assert any(torch.equal(shown, before.bfloat16()) for before, shown, _ in found.values()), "a small step is hidden"
+    (found,) = ranks(1).run(shown_after_small_steps, str(tmp_path), wrap={"compute_dtype": torch.float32})
+    assert all(torch.equal(shown, master) for _, shown, master in found.values())
+
+
 def before_train(folder: str) -> tuple[str, str]:
     """What is said of a trainer's model before `train`, if its weights come from a folder then."""
     from transformers import TrainingArguments
