@@ -13,6 +13,13 @@ SchemeName = Literal["nf4", "mxfp4", "fp8", "int8"]
 """Formats of frozen weights."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """{short name: torch's name}."""
+
+
+def short_dtype(name: str) -> str:
+    """The short name of a dtype, also from torch's; another text as it is."""
+    return next((short for short, long in DTYPES.items() if name in (long, f"torch.{long}")), name)
+
+
 PLANS = ("ddp", "zero2", "zero3", "offload", "disk", "auto")
 """Plans that `verify` has by name."""
 PEERS = ("ddp", "fsdp2", "deepspeed", "deepspeed-2", "deepspeed-1", "hf-ep")

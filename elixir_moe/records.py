@@ -4,7 +4,7 @@ Owns the conversion by the types of the fields, the checks written beside them, 
 file and knows no record by name: a dataclass says what its fields mean, which values they take, and what others call
 them.
 
-    steps: Annotated[int, at_least(1), called("max_steps")] = 100
+    steps: Annotated[int, at_least(1), called("max_steps"), called("epochs", but="epochs x rows / batch")] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
     shape: Circle | Box | Text                      # one of several: the first, or that whose first field is given
 
@@ -26,6 +26,8 @@ _MOST = 8
 """Most mistakes that a message lists."""
 _LONGEST = 80
 """Longest text of a value in a message."""
+_NEAR = 0.7
+"""Likeness of an unknown key and the known one that was meant: below it, most pairs mean different things."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +43,20 @@ class Called:
     """What a field is called in other programs."""
 
     names: tuple[str, ...]
+    but: str
+    """In what the field differs from theirs, or which values it takes; empty if it is the same."""
 
 
-def called(*names: str) -> Called:
+def called(*names: str, but: str = "") -> Called:
     """For a user who knows a field by one of these names: the message about an unknown key leads to the field."""
-    return Called(names)
+    return Called(names, but)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Respelled:
+    """Gives a text another spelling before it is checked."""
+
+    spell: Callable[[str], str]
 
 
 def at_least(least: float, unit: str = "") -> Check:
@@ -98,9 +109,9 @@ def build(
     return made
 
 
-def keys(cls: Any, where: str = "") -> dict[str, tuple[str, ...]]:
+def keys(cls: Any, where: str = "") -> dict[str, tuple[Called, ...]]:
     """{the dotted key of every field, those of its sections in its place: what it is called in other programs}."""
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[Called, ...]] = {}
     for name, kind in _kinds(cls).items():
         if not kind.records:
             found[where + name] = kind.called
@@ -120,34 +131,36 @@ def mark_of(cls: Any) -> str:
     return dataclasses.fields(cls)[0].name
 
 
-def unknown(noun: str, key: str, known: Mapping[str, tuple[str, ...]]) -> str:
+def unknown(noun: str, key: str, known: Mapping[str, tuple[Called, ...]]) -> str:
     """The words for an unknown key, with the one of `keys` that other programs call so, or with the nearest; keys with
-    the same last part are nearer than others."""
+    the same last part, and those of a section of this name, are nearer than others."""
     last = key.rpartition(".")[2]
     theirs = last.replace("-", "_")
-    here = [k for k, names in known.items() if theirs in names]
-    alike = [k for k in known if k.rpartition(".")[2] == last]
-    if here:
-        hint = f"it is called {here[0]!r} here"
-    elif alike:
+    here = [(k, mark.but) for k, marks in known.items() for mark in marks if theirs in mark.names]
+    alike = [k for k in known if k.rpartition(".")[2] == theirs or k.startswith(f"{key}.")]
+    if alike:
         hint = f"did you mean {alike[0]!r}?"
+    elif here:
+        name, but = here[0]
+        hint = f"give {name!r} instead: {but}" if but else f"it is called {name!r} here"
     else:
         sections = {k.rpartition(".")[0] for k in known} - {"", key}
-        hint = meant(key[:_LONGEST], [*known, *sections])
+        hint = meant(key[:_LONGEST], [*known, *sections], _NEAR)
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 
 class _Kind:
     """The type of a field, taken apart once."""
 
-    __slots__ = ("called", "checks", "is_record", "origin", "parts", "records", "type")
+    __slots__ = ("called", "checks", "is_record", "origin", "parts", "records", "respelled", "type")
 
     def __init__(self, hint: Any) -> None:
         marks: tuple[Any, ...] = ()
         if get_origin(hint) is Annotated:
             hint, marks = hint.__origin__, hint.__metadata__
         self.checks = tuple(mark for mark in marks if isinstance(mark, Check))
-        self.called = tuple(name for mark in marks if isinstance(mark, Called) for name in mark.names)
+        self.called = tuple(mark for mark in marks if isinstance(mark, Called))
+        self.respelled = tuple(mark.spell for mark in marks if isinstance(mark, Respelled))
         self.type, self.origin = hint, get_origin(hint)
         self.parts: tuple[Any, ...] = get_args(hint)
         if self.origin is not Literal:
@@ -194,7 +207,7 @@ def _wrong(key: str, expected: object, value: Any) -> str:
 class _Reader:
     """Converts values, and notes what is wrong with them."""
 
-    def __init__(self, noun: str, texts: bool, known: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, noun: str, texts: bool, known: Mapping[str, tuple[Called, ...]]) -> None:
         self.faults: list[str] = []
         self._noun, self._texts, self._known = noun, texts, known
 
@@ -239,6 +252,8 @@ class _Reader:
     def value(self, value: Any, kind: _Kind, key: str, shown: _Kind | None = None) -> Any:
         """The value as `kind` says, if it is right; messages say the type `shown`."""
         before = len(self.faults)
+        for spell in kind.respelled if isinstance(value, str) else ():
+            value = spell(value)
         found = value if type(value) is kind.type is not float else self._of_kind(value, kind, key, shown or kind)
         if kind.checks and len(self.faults) == before:
             self.faults += kind.broken(found, key)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models.shapes import names as models
-from elixir_moe.names import DTYPES, PEERS, PLANS, TRAINERS, Master, Moments, SchemeName
+from elixir_moe.names import DTYPES, PEERS, PLANS, TRAINERS, Master, Moments, SchemeName, short_dtype
 from elixir_moe.search import estimate, gpus, zero_infinity
 
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
@@ -171,9 +171,23 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
-    verb.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of weights and products; by default bf16")
-    verb.add_argument("--master", choices=get_args(Master), default="fp32", help="how weights are kept for the update")
-    verb.add_argument("--moments", choices=get_args(Moments), default="fp32", help="how Adam's moments are kept")
+    verb.add_argument(
+        "--dtype",
+        type=short_dtype,
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="of weights and products; by default bf16",
+    )
+    verb.add_argument(
+        "--master",
+        type=short_dtype,
+        choices=get_args(Master),
+        default="fp32",
+        help="how weights are kept for the update",
+    )
+    verb.add_argument(
+        "--moments", type=short_dtype, choices=get_args(Moments), default="fp32", help="how Adam's moments are kept"
+    )
     verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
     verb.add_argument(
         "--thorough",
@@ -248,7 +262,13 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a row")
     verb.add_argument("--accumulation", type=int, default=2, metavar="N", help="micro-batches of a step")
     verb.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
-    verb.add_argument("--compute-dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of forward and backward")
+    verb.add_argument(
+        "--compute-dtype",
+        type=short_dtype,
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of forward and backward",
+    )
     verb.add_argument(
         "--lora", metavar="WORDS", help="adapters of peft: r=16,alpha=32,targets=q_proj,v_proj,experts,parameters=NAME"
     )
@@ -278,7 +298,9 @@ def _add_ckpt(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.Arg
     export.add_argument(
         "--format", choices=("hf", "torch"), default="hf", help="Hugging Face's safetensors, or one torch state dict"
     )
-    export.add_argument("--dtype", choices=tuple(DTYPES), help="of floating parameters; by default each one's own")
+    export.add_argument(
+        "--dtype", type=short_dtype, choices=tuple(DTYPES), help="of floating parameters; by default each one's own"
+    )
     export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of a folder, in GB (default 5)")
     again.add_argument("out", type=Path, help="the new checkpoint")
     again.add_argument("--files", type=int, default=1, metavar="N", help="number of files (default 1)")

@@ -18,8 +18,8 @@ import yaml
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.lora import Lora
-from elixir_moe.names import DTYPES, Master, Moments, SchemeName
-from elixir_moe.records import ABOVE_0, Check, at_least, called, check
+from elixir_moe.names import DTYPES, Master, Moments, SchemeName, short_dtype
+from elixir_moe.records import ABOVE_0, Check, Respelled, at_least, called, check
 from elixir_moe.train import settings
 from elixir_moe.train.writers import check_tensorboard
 
@@ -53,15 +53,23 @@ _FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.in
 class HuggingFaceModel:
     """A causal language model in a local folder, as Hugging Face keeps them."""
 
-    hf: Annotated[str, Check("a folder", str.strip)]
+    hf: Annotated[
+        str,
+        Check("a folder", str.strip),
+        called("base_model", "model_name", "model_name_or_path", but="a local folder"),
+    ]
     """Local folder of a Hugging Face model: config.json, weights in safetensors, tokenizer."""
     weights: bool = True
     """Read the folder's weights; false: draw them, to train from the beginning."""
-    attention: str | None = None
+    attention: Annotated[str | None, called("attn_implementation")] = None
     """Implementation of attention by transformers' names: eager, sdpa, flash_attention_2 ...; null: its own choice."""
-    checkpoint: Annotated[Literal["none", "non_reentrant"], called("gradient_checkpointing")] = "none"
+    checkpoint: Annotated[
+        Literal["none", "non_reentrant"], called("gradient_checkpointing", but="non_reentrant, or none")
+    ] = "none"
     """Activation checkpointing of each layer."""
-    ep: Annotated[int, at_least(1)] = 1
+    ep: Annotated[
+        int, at_least(1), called("expert_model_parallel_size", "expert_parallel_degree", "expert_parallel_size")
+    ] = 1
     """Ranks that share the fused experts of each mixture layer (expert parallelism)."""
 
 
@@ -87,22 +95,33 @@ def at_home(section: object, *names: str) -> None:
 class DataConfig:
     """What is trained on: rows of JSONL, or a running text."""
 
-    file: str | None = None
+    file: Annotated[
+        str | None,
+        called("data_path", "dataset", "dataset_name", "dataset_path", "train_file", but="a local JSONL file"),
+    ] = None
     """JSONL file, or glob pattern of several, with messages, prompt and completion, or text in each line; null: a
     running text, as paths say."""
     paths: tuple[str, ...] = ()
     """Files or glob patterns of a running text, joined in order; if empty, the English text of Python's own help."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, called("tokenizer_name")] = None
     """Folder of a tokenizer; null: the model's own, or else one token a byte. A chat template that prints the date
     prints that of January 1, 2026, so that rows stay the same."""
-    seq_len: Annotated[int | None, at_least(2), called("max_length")] = None
+    seq_len: Annotated[
+        int | None,
+        at_least(2),
+        called("block_size", "cutoff_len", "max_length", "max_seq_len", "max_seq_length", "sequence_len"),
+    ] = None
     """Tokens of a row; null: model.seq_len of our GPT and one more, 128 of a module, and of a Hugging Face model 1024,
     or the positions it has."""
     packing: bool | None = None
     """Put several texts of the file into a row, whose positions restart; null: where the model tells them apart."""
-    completion_only: bool = True
+    completion_only: Annotated[bool, called("assistant_only_loss", "completion_only_loss")] = True
     """Loss on completions and the assistant's messages alone; false: on all tokens."""
-    validation: Annotated[float, Check("a share between 0 and 1", lambda share: 0 < share < 1)] = 0.1
+    validation: Annotated[
+        float,
+        Check("a share between 0 and 1", lambda share: 0 < share < 1),
+        called("test_size", "val_set_size", but="a share between 0 and 1"),
+    ] = 0.1
     """Fraction of the text or of the lines, from the end, kept for validation."""
 
     def __post_init__(self) -> None:
@@ -123,7 +142,13 @@ class PlanConfig:
     Sizes are per rank, in bytes or as texts such as "20 GiB".
     """
 
-    kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
+    kind: Annotated[
+        Literal["ddp", "zero2", "zero3", "offload", "auto"],
+        called(
+            *("cpu_offload", "deepspeed", "fsdp", "offload_optimizer", "offload_param", "zero_stage"),
+            but="ddp, zero2, zero3, offload, or auto, which searches",
+        ),
+    ] = "zero2"
     """ddp: every rank stores everything; zero2: weights and optimizer state sharded, weights gathered once a step;
     zero3: weights gathered when used; offload: like zero3, with state in host memory; auto: search for the fastest plan
     that fits."""
@@ -155,16 +180,16 @@ class PlanConfig:
     """Machine to plan for (auto): the name of one that ships with the package, or a file; null: measure this one."""
     budget: int | str | None = None
     """Device memory of a rank, activations included (auto); null: all free memory."""
-    reduce_dtype: str | None = None
+    reduce_dtype: Annotated[str | None, Respelled(lambda name: DTYPES.get(name, name))] = None
     """Dtype in which gradients are summed over the ranks: float32, or the 16-bit dtype of the weights, which halves the
     bytes on the wire over NCCL and rounds with every rank that adds; null: float32."""
 
     host_checkpoints: int | Literal["all"] | None = None
     """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
     zero3, offload), or all; null: none."""
-    master: Master | None = None
+    master: Annotated[Master | None, Respelled(short_dtype)] = None
     """Master weights of the layers' matrices: fp32, or bf16, rounded stochastically; null: fp32."""
-    moments: Moments | None = None
+    moments: Annotated[Moments | None, Respelled(short_dtype)] = None
     """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
 
     def __post_init__(self) -> None:
@@ -209,17 +234,29 @@ class OptimizerConfig:
 
     lr: Annotated[float, ABOVE_0, called("learning_rate")] = 1e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1)] = (0.9, 0.95)
+    betas: Annotated[
+        tuple[float, float],
+        Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1),
+        called("adam_beta1", "adam_beta2", "beta1", "beta2", but="both, as 0.9,0.95"),
+    ] = (0.9, 0.95)
     """Decay rates of the two moments, per step."""
-    eps: Annotated[float, ABOVE_0] = 1e-8
+    eps: Annotated[float, ABOVE_0, called("adam_eps", "adam_epsilon")] = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: Annotated[float, _FINITE] = 0.1
     """Decoupled weight decay, for parameters with two or more dims only."""
-    warmup_steps: Annotated[int, at_least(0)] = 50
+    warmup_steps: Annotated[int, at_least(0), called("warmup_ratio", but="a number of steps")] = 50
     """Steps of linear warm-up to the peak learning rate."""
-    final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
+    final_lr: Annotated[
+        float,
+        Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1),
+        called("lr_scheduler", "lr_scheduler_type", "min_lr", but="the share of the rate at which a cosine ends"),
+    ] = 0.1
     """Learning rate of the last step, as a fraction of lr."""
-    clip_norm: Annotated[float | None, ABOVE_0, called("max_grad_norm")] = 1.0
+    clip_norm: Annotated[
+        float | None,
+        ABOVE_0,
+        called("clip_grad", "grad_clip", "gradient_clip_val", "gradient_clipping", "max_grad_norm"),
+    ] = 1.0
     """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
     watch.memory_tries=0, from the first checkpoint on."""
 
@@ -231,40 +268,63 @@ class OptimizerConfig:
 class RunConfig:
     """Length of the run, batch size, dtype, evaluation and output."""
 
-    out: Annotated[str, Check("a directory", str.strip), called("output_dir")]
+    out: Annotated[str, Check("a directory", str.strip), called("checkpoint_dir", "out_dir", "output_dir", "save_dir")]
     """Directory for everything the run writes; created if missing, refused if it holds anything other than this run.
     With model.hf, by default runs/ and the folder's name."""
-    overwrite: bool = False
+    overwrite: Annotated[bool, called("overwrite_output_dir")] = False
     """Replace a run in out, finished or not. A run restarted by its launcher continues all the same."""
-    resume: str = "auto"
+    resume: Annotated[str, called("resume_from_checkpoint")] = "auto"
     """auto: continue the run in out, if any, from its latest checkpoint; fall_back: from the latest undamaged
     checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
-    timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE] = 600.0
+    timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE, called("ddp_timeout", "timeout")] = 600.0
     """Seconds a rank waits for the others before all ranks end with an error."""
-    steps: Annotated[int, at_least(1), called("max_steps", "epochs", "num_train_epochs")] = 100
+    steps: Annotated[
+        int,
+        at_least(1),
+        called("iterations", "max_steps", "num_steps", "total_steps", "train_iters", "train_steps"),
+        called("epochs", "num_epochs", "num_train_epochs", but="an epoch is rows / run.global_batch steps"),
+    ] = 100
     """Optimizer steps."""
-    global_batch: Annotated[int, at_least(1), called("batch_size", "per_device_train_batch_size")] = 32
+    global_batch: Annotated[
+        int,
+        at_least(1),
+        called("global_batch_size", "train_batch_size"),
+        called(
+            *("batch_size", "micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+            but="the samples of all ranks and micro-batches of a step together",
+        ),
+    ] = 32
     """Samples per step, over all ranks and micro-batches; a sample is a row of tokens."""
-    accumulation: Annotated[int, at_least(1), called("gradient_accumulation_steps")] = 1
+    accumulation: Annotated[
+        int,
+        at_least(1),
+        called("gradient_accumulation_steps", but="micro-batches into which the run.global_batch of a step is split"),
+    ] = 1
     """Micro-batches that each rank runs per optimizer step."""
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], called("bf16")] = "fp32"
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Respelled(short_dtype),
+        called("bf16", "fp16", "mixed_precision", "precision", "torch_dtype", but="fp32, bf16 or fp16"),
+    ] = "fp32"
     """Dtype of forward and backward; plan.master and plan.moments say in which master weights and moments are kept."""
     loss: Literal["whole", "fused"] = "whole"
     """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""
-    seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62)] = 0
+    seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62), called("data_seed")] = 0
     """Seed of weights, samples, dropout and the text sample."""
-    eval_every: Annotated[int, at_least(1)] = 100
+    eval_every: Annotated[int, at_least(1), called("eval_interval", "eval_steps")] = 100
     """Steps between evaluations; the last step is always evaluated."""
     eval_batches: Annotated[int, at_least(1)] = 8
     """Batches per evaluation, each as large as a micro-batch of all ranks; fewer if the validation text is shorter."""
-    log_every: Annotated[int, at_least(1)] = 10
+    log_every: Annotated[int, at_least(1), called("log_interval", "logging_steps")] = 10
     """Steps between log lines if the output is not a terminal."""
     sample_bytes: Annotated[int | None, at_least(0)] = None
     """Tokens (bytes, without a tokenizer) that the trained model writes at the end; null: 300 of our GPT, none of other
     models."""
     temperature: Annotated[float, _FINITE] = 0.8
     """Sampling temperature of this text; 0 always takes the most likely token."""
-    tp: Annotated[int, at_least(1)] = 1
+    tp: Annotated[
+        int, at_least(1), called("tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_size")
+    ] = 1
     """Tensor-parallel degree: neighboring ranks that share the samples of a micro-batch, and cut attention heads and
     dense MLPs among them. Divides the ranks and model.n_heads."""
     threads: Annotated[int, at_least(1)] = 1
@@ -276,7 +336,7 @@ class RunConfig:
     """Record how the outputs of layers and their parts are distributed, at each evaluation, on rank 0;
     `elixir-moe report --activations` prints it."""
 
-    tensorboard: bool = False
+    tensorboard: Annotated[bool, called("report_to", but="true, or leave it out")] = False
     """Write the numbers of each step to OUT/tensorboard, for TensorBoard; needs the package tensorboard."""
 
     def __post_init__(self) -> None:
@@ -296,9 +356,9 @@ class RunConfig:
 class SaveConfig:
     """Checkpoints of the whole training state, in OUT/checkpoints."""
 
-    every: Annotated[int | None, at_least(1, "step")] = 100
+    every: Annotated[int | None, at_least(1, "step"), called("save_interval", "save_steps")] = 100
     """Steps between checkpoints; the last step is always saved. Null: no regular checkpoints."""
-    keep: Annotated[int, at_least(1)] = 2
+    keep: Annotated[int, at_least(1), called("save_total_limit")] = 2
     """Number of checkpoints to keep."""
     asynchronous: bool = True
     """Continue training while a checkpoint is written."""
@@ -349,7 +409,9 @@ class TrainConfig:
 
     model: GPTConfig | HuggingFaceModel | ModuleModel
     lora: Lora | None = None
-    quantize: SchemeName | None = None
+    quantize: Annotated[
+        SchemeName | None, called("bits", "load_in_4bit", "load_in_8bit", but="nf4, mxfp4, fp8 or int8")
+    ] = None
     """Scheme in which frozen weights become bytes (with lora); null: they stay as they are."""
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
+from elixir_moe import records
+from elixir_moe.cli.arguments import parser_of
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
@@ -81,6 +83,29 @@ def test_text_that_looks_like_something_else_survives_too() -> None:
     assert (config.plan.hardware, config.run.out, config.run.resume) == ("3", "1e3", "{x: y}")
     assert config.optimizer == OptimizerConfig(lr=1e-7, betas=(0.0, 1e-30), clip_norm=None)
     assert settings.build(TrainConfig, yaml.safe_load(settings.to_yaml(config))) == config
+
+
+def test_names_of_other_trainers_lead_to_one_setting_each() -> None:
+    """A name that is a setting's own, in some section, leads to that one."""
+    known = records.keys(TrainConfig)
+    theirs = [(name, key) for key, marks in known.items() for mark in marks for name in mark.names]
+    assert theirs and len({name for name, _ in theirs}) == len(theirs)
+    assert not {name for name, _ in theirs} & {key.rpartition(".")[2] for key in known}
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16"])
+def test_a_dtype_may_have_the_name_that_torch_has_for_it(name: str) -> None:
+    keys = ("run.dtype", "plan.master", "plan.moments")
+    config = settings.build(TrainConfig, {"run": {"out": "x"}}, [(key, name) for key in keys])
+    assert (config.run.dtype, config.plan.master, config.plan.moments) == ("bf16", "bf16", "bf16")
+    plan = parser_of(None).parse_args(["plan", "--model", "gpt2-4b", "--gpu", "h100", "--dtype", name])
+    assert plan.dtype == "bf16"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16"])
+def test_gradients_are_summed_in_a_dtype_by_either_name(name: str) -> None:
+    config = settings.build(TrainConfig, {"run": {"out": "x", "dtype": "bf16"}}, [("plan.reduce_dtype", name)])
+    assert config.plan.reduce_dtype == "bfloat16"
 
 
 def test_overrides_win_over_the_file_and_are_read_by_their_settings_type() -> None:
