@@ -140,6 +140,18 @@ def test_loads_of_experts_are_those_of_the_last_steps(tmp_path: Path) -> None:
     assert next(t.text for t in texts(heat, "quiet")) == f"{4 * max(counts) / sum(counts):.2f} × (3)"
 
 
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    """Each text of a layout is hostile, as in a run that somebody else gave."""
+    hostile = '"><script>alert(1)</script>'
+    run = write_run(tmp_path)
+    chunks = [{**c, **dict.fromkeys(("tier", "chunk_group", "residence"), hostile)} for c in CHUNKS]
+    chunks = [{**c, "parameters": [[hostile, 10]], "shard_bytes": 64} for c in chunks]
+    (run / "layout.json").write_text(json.dumps({"chunks": chunks, "planned_bytes": {hostile: PLANNED["host"]}}))
+    page = page_of(run)
+    figures_of(page)
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
 def test_layers_are_drawn_by_tier_and_chunk(tmp_path: Path) -> None:
     (layers,) = (f for name, f in figures_of(page_of(write_run(tmp_path))).items() if name.startswith("Layers"))
     assert [text.text for text in texts(layers, "end")] == [

@@ -150,8 +150,8 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[Part], str]], keys: Sequ
         for part in parts:
             width = part.size / longest * room
             drawn.append(
-                f'<rect class="{part.color}" x="{across:.2f}" y="{down + 2}" width="{max(width - 0.6, 0.4):.2f}" '
-                f'height="{height - 4}"><title>{escape(part.label)}</title></rect>'
+                f'<rect class="{escape(part.color, quote=True)}" x="{across:.2f}" y="{down + 2}" '
+                f'width="{max(width - 0.6, 0.4):.2f}" height="{height - 4}"><title>{escape(part.label)}</title></rect>'
             )
             if part.text and len(part.text) * _CHARACTER + 4 < width:
                 drawn.append(_text(across + width / 2, down + 14, part.text, "inside middle"))

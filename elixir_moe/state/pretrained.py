@@ -309,6 +309,8 @@ class Pretrained:
         try:
             files = json.loads(index.read_text())["weight_map"].values() if several else [SINGLE]
             for file_name in sorted(set(files)):
+                if Path(file_name).name != file_name:
+                    raise ValueError(f"the name {file_name!r} leads out of the folder")
                 file = safe_open(str(self._folder / file_name), framework="pt")
                 self._files |= dict.fromkeys(file.keys(), file)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

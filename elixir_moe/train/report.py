@@ -251,17 +251,23 @@ class Report:
     def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
-        temporary = self._directory / "weights.safetensors.part"
+        temporary = self._part_of("weights.safetensors")
         save_file(tensors, temporary)
         shutil.copymode(self._directory / "sample.txt", temporary)
         temporary.replace(self._directory / "weights.safetensors")
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file in the run directory atomically."""
-        temporary = self._directory / f"{name}.part"
         with self._goes_on_without(name):
+            temporary = self._part_of(name)
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(self._directory / name)
+
+    def _part_of(self, name: str) -> Path:
+        """The path under which a file is written, where nothing is: a link there would lead the write elsewhere."""
+        path = self._directory / f"{name}.part"
+        path.unlink(missing_ok=True)
+        return path
 
     @contextmanager
     def _goes_on_without(self, name: str) -> Iterator[None]:

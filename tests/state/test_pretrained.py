@@ -323,6 +323,20 @@ def test_a_folder_keeps_what_the_one_it_was_read_from_says_of_generation(own: bo
     assert found["eos_token_id"] == 2 if own else found == said
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "HERE/elsewhere.safetensors", "sub/../x.safetensors", 5])
+def test_an_index_that_leads_out_of_its_folder_is_refused(name: Any, tmp_path: Path) -> None:
+    em.init_mesh(device_type="cpu")
+    (tmp_path / "model").mkdir()
+    save_file({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "elsewhere.safetensors")
+    file = name.replace("HERE", str(tmp_path)) if isinstance(name, str) else name
+    (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), file)}))
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    said = "leads out of the folder" if isinstance(name, str) else "no readable"
+    with pytest.raises(em.CheckpointError, match=said):
+        wrap(model, weights=tmp_path / "model")
+
+
 def test_of_one_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
     """As `from_pretrained` does."""
     em.init_mesh(device_type="cpu")

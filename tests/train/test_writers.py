@@ -98,6 +98,17 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 2.0), (3, 23.0)]
 
 
+def test_a_report_is_written_to_no_place_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "out" / "status.json.part").symlink_to(tmp_path / "precious")
+    console = Console(file=io.StringIO())
+    with Report(console, tmp_path / "out", steps=1, log_every=1, bigram_loss=None) as report:
+        report.status("running", 0, None)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "running"
+
+
 @pytest.mark.fault(7)
 def test_a_full_disk_is_said_once_for_each_file_and_the_run_goes_on(tmp_path: Path) -> None:
     said = io.StringIO()
