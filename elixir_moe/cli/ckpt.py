@@ -38,15 +38,10 @@ def run(known: argparse.Namespace) -> int:
     manifest = read_manifest(path)
     verify(path, manifest)
     whole = Whole(path, manifest)
-    written: list[Path] = []
-    if known.action == "export":
-        dtype = None if known.dtype is None else getattr(torch, DTYPES[known.dtype])
-        if known.format == "torch":
-            written = export_torch(whole, known.out, dtype=dtype)
-        else:
-            written = export_huggingface(whole, known.out, dtype=dtype, shard_bytes=int(known.shard_gb * 1e9))
-    if known.action == "reshard":
-        written = [known.out / name for name in reshard(whole, known.out, known.files).files]
+    try:
+        written = _written(known, whole)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or known.out} cannot be written: {error.strerror or error}") from error
     if known.json:
         print(json.dumps({**_facts(path, manifest), "verified": True, "written": list(map(str, written))}))
     else:
@@ -54,6 +49,18 @@ def run(known: argparse.Namespace) -> int:
         for file in written:
             print(f"wrote {file}")
     return 0
+
+
+def _written(known: argparse.Namespace, whole: Whole) -> list[Path]:
+    """Carries out the action; returns the files that it has written."""
+    if known.action == "export":
+        dtype = None if known.dtype is None else getattr(torch, DTYPES[known.dtype])
+        if known.format == "torch":
+            return export_torch(whole, known.out, dtype=dtype)
+        return export_huggingface(whole, known.out, dtype=dtype, shard_bytes=int(known.shard_gb * 1e9))
+    if known.action == "reshard":
+        return [known.out / name for name in reshard(whole, known.out, known.files).files]
+    return []
 
 
 def _check_settings(known: argparse.Namespace) -> None:

@@ -167,7 +167,7 @@ class ElixirMixin(_Trainer):
         Raises:
             CheckpointError: there is none.
         """
-        if resume_from_checkpoint is True:
+        if str(resume_from_checkpoint).lower() == "true":  # a text, from a command line
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = _whole(resume_from_checkpoint)

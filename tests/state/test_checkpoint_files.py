@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import sys
@@ -353,6 +354,13 @@ def renamed(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def absurd(fields: dict[str, Any]) -> None:
+    """A parameter of 8 EiB, whole by its own account."""
+    entry = fields["parameters"]["b"]
+    entry.update(shape=[2**61], grid=[2**61])
+    entry["pieces"][0]["span"].update(shape=[2**61], stop=2**61)
+
+
 def hash_of_a_frozen(digest: str) -> dict[str, Any]:
     """The base of a manifest, with one parameter."""
     return {"source": "", "parameters": {"frozen": {"shape": [2], "dtype": "F32", "digest": digest}}}
@@ -403,6 +411,13 @@ def test_manifests_of_former_versions_are_read(version: int, tmp_path: Path) -> 
         (lambda f: f["parameters"]["w"]["pieces"].pop(), "'w' of shape .8, 64. is not whole"),
         (lambda f: f["parameters"]["w"]["pieces"].append(f["parameters"]["w"]["pieces"][0]), "is not whole"),
         (lambda f: f["parameters"]["w"].update(shape=[8, 2**61], grid=[8, 2**61]), "is not whole"),
+        (absurd, "files 'rank-00001.safetensors' has .* bytes, and 9,[0-9,]* of tensors are to be in it"),
+        (
+            lambda f: f.update(
+                buffers={"b": {"shape": [2**59], "dtype": "F32", "file_of_rank": ["rank-00000.safetensors"] * 2}}
+            ),
+            "files 'rank-00000.safetensors' has .* bytes, and 2,305,843,[0-9,]* of tensors",
+        ),
         (lambda f: f["parameters"]["w"].update(shape=[8, True]), r"shape\[1\]: expected int, got True"),
         (
             lambda f: f["parameters"]["w"].update(dtype="F31"),
@@ -765,8 +780,24 @@ def test_the_command_exports(small: Path, tmp_path: Path, capsys: pytest.Capture
         assert f"{out} exists" in capsys.readouterr().err
 
 
+def test_the_command_names_the_file_that_it_cannot_write(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(torch, "save", full)
+    for out, options in (("out", ["export"]), ("out.pt", ["export", "--format", "torch"]), ("one", ["reshard"])):
+        action, *rest = options
+        assert main(["ckpt", action, str(small / "step-1"), str(small / out), *rest]) == 1
+        said = capsys.readouterr().err
+        assert re.search(rf"/{re.escape(out)}|\.{re.escape(out)}\.partial", said) and "No space left" in said, said
+        assert "Traceback" not in said and names_in(small) == ["step-1", "step-2"]
+
+
 def test_the_command_reshards(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for files in (1, 3):
+    for files in (1, 3, 10**12):
         target = small.parent / f"other-{files}"
         assert main(["ckpt", "reshard", str(small / "step-1"), str(target), "--files", str(files), "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["written"]) == min(files, 2)

@@ -254,9 +254,25 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
         problem = flaw(entry.grid, (piece.span for piece in entry.pieces))
         if problem is not None:
             yield f"{where} of shape {entry.grid} is not whole: {problem}"
+    yield from _files_too_small(manifest)
     for name, buffer in manifest.buffers.items():
         if len(buffer.file_of_rank) != manifest.world or not set(buffer.file_of_rank) <= set(manifest.files):
             yield f"buffers {name[:200]!r}: file_of_rank does not name a file for each of {manifest.world} ranks"
+
+
+def _files_too_small(manifest: Manifest) -> Iterator[str]:
+    """Names files that cannot hold their tensors; so no shape is larger than the files, whose size is compared."""
+    held = dict.fromkeys(manifest.files, 0)
+    for entry in manifest.parameters.values():
+        for piece in entry.pieces:
+            if piece.file in held:
+                held[piece.file] += piece.span.numel * sum(DTYPES[dtype].itemsize for dtype in piece.state.values())
+    for buffer in manifest.buffers.values():
+        for file in held.keys() & set(buffer.file_of_rank):
+            held[file] += math.prod(buffer.shape) * DTYPES[buffer.dtype].itemsize
+    for file, nbytes in held.items():
+        if nbytes > manifest.files[file].nbytes:
+            yield f"files {file!r} has {manifest.files[file].nbytes:,} bytes, and {nbytes:,} of tensors are to be in it"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
 from elixir_moe.state.checkpoint.values import decode
-from elixir_moe.state.marked import MarkedFolder, partial_of
+from elixir_moe.state.marked import MarkedFolder, naming, partial_of
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
 
 _TORCH = "export it with --format torch, or load it and use em.full_state_dict(model)"
@@ -144,7 +144,8 @@ def export_huggingface(
         for file, names in files.items():
             write_tensors(folder.path / file, [items[name] for name in names], {"format": "pt"})
         if len(files) > 1:
-            (folder.path / INDEX).write_text(index_of(files, sum(sizes.values())))
+            with naming(folder.path / INDEX):
+                (folder.path / INDEX).write_text(index_of(files, sum(sizes.values())))
         folder.move_to(out)
     return [out / file for file in (*files, *[INDEX] * (len(files) > 1))]
 
@@ -161,20 +162,24 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
         name = str(whole._manifest.keys[key])
         state[key] = tensors[name] = tensors[name] if name in tensors else item.tensor()
     with _made_for(out, "file") as folder:
-        torch.save(state, folder.path / "state_dict.pt")
+        with naming(out), open(folder.path / "state_dict.pt", "xb") as file:
+            torch.save(state, file)
         _check_free(out, "file")
         os.rename(folder.path / "state_dict.pt", out)
     return [out]
 
 
 def reshard(whole: Whole, target: Path, files: int) -> Manifest:
-    """Rewrites the checkpoint in `files` files of about equal size.
+    """Rewrites the checkpoint in `files` files of about equal size, or in one for each tensor if those are fewer.
 
     Raises:
         CheckpointError: the target exists.
         ConfigError: a buffer has more versions than there are files.
     """
     manifest = whole._manifest
+    most = sum(len(entry.pieces) for entry in manifest.parameters.values())
+    most += sum(len(set(buffer.file_of_rank)) for buffer in manifest.buffers.values())
+    files = min(files, max(1, most))
     names = [f"part-{i:05d}.safetensors" for i in range(files)]
     items: list[list[Item]] = [[] for _ in names]
     sizes = [0] * files
