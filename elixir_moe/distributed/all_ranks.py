@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.collectives import Communicator, drop_groups, make_groups, world_timeout
+from elixir_moe.distributed.collectives import Communicator, drop_groups, end_gloo, make_groups, world_timeout
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ElixirError
 
@@ -113,6 +113,11 @@ class ControlGroups:
                 dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
         finally:
             self.close_alone()
+
+    def end(self) -> None:
+        """Has all small exchanges that are under way fail; from any thread."""
+        for group in (*self.by_ranks.values(), self.control):
+            end_gloo(group)
 
     def close_alone(self) -> None:
         """Destroys all process groups, on this rank alone; a second call does nothing."""

@@ -10,18 +10,22 @@ place, and a reduce-scatter is an all-to-all into a staging buffer and a local s
 fp32 whatever the dtype of the messages. A sum in fp32 is rounded once, to the dtype of the gradients.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import Issued, Wait, named, wait_for_event
+from elixir_moe.distributed.waits import WAITS, Issued, Series, Turn, Wait, named, wait_for_event
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
 from elixir_moe.torch_private import abort_together, backend_on, devices_of, issued_on, process_groups, timeout_on
+
+_TAG_OF_NONE = 1 << 30
+"""The tag of a message that nobody sends; those of chunks are their indices."""
 
 
 class Work:
@@ -34,10 +38,12 @@ class Work:
         *,
         what: str = "a collective",
         ranks: Sequence[int] | None = None,
+        turn: Turn | None = None,
     ) -> None:
+        """`what`, `ranks` and `turn`: as for `Wait`."""
         self._works = list(works)
         self._finish = finish
-        self._what, self._ranks = what, ranks  # for messages
+        self._what, self._ranks, self._turn = what, ranks, turn
         self.lost: Callable[[], None] | None = None
         """Called if the host's part fails or is interrupted, whoever waits: a part of the result may be gone."""
         self._events: list[torch.cuda.Event] = []
@@ -73,7 +79,7 @@ class Work:
         """Does what the host still has to do."""
         try:
             if self._works:
-                with Wait(self._what, self._ranks):
+                with Wait(self._what, self._ranks, self._turn):
                     while self._works:
                         self._works[0].wait()
                         del self._works[0]  # not before: after an interrupt it is waited for again
@@ -103,7 +109,7 @@ class Communicator:
         self.rank = dist.get_rank()
         self.size = len(ranks)
         self.index = ranks.index(self.rank) if self.size > 1 else 0
-        self._issued = Issued(ranks) if self.size > 1 else None
+        self._issued = Issued(ranks, self._end) if self.size > 1 else None
         self._groups = list(groups)
         self._device = device
         self._gather_group: dist.ProcessGroup | None = None
@@ -135,7 +141,7 @@ class Communicator:
         """
         if self._issued is None:
             return Work()
-        what = self._issued.gather(of)
+        what, turn = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
         if not self.over_gloo:
             own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
@@ -148,7 +154,7 @@ class Communicator:
             to, source = (self.index + step) % self.size, (self.index - step) % self.size
             works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
             works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
-        return Work(works, what=what, ranks=self.ranks)
+        return Work(works, what=what, ranks=self.ranks, turn=turn)
 
     def reduce_scatter(
         self,
@@ -178,7 +184,7 @@ class Communicator:
         if self._issued is None:
             then(slices[0])
             return Work()
-        what = self._issued.reduction(of)
+        what, turn = self._issued.reduction(of)
         if not self.over_gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             terms = slices if staging is None else staging.view(self.size, -1).copy_(slices)
@@ -191,7 +197,7 @@ class Communicator:
             assert staging is not None
             received = staging.view(self.size, -1)
             work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
-            return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks)
+            return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks, turn=turn)
         # Each of two ranks receives one slice of the other, right where the sum will be, and reads its own in place.
         if place is None:
             assert staging is not None
@@ -201,7 +207,7 @@ class Communicator:
             dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
             dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
         ]
-        return Work(works, lambda: then(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks)
+        return Work(works, lambda: then(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks, turn=turn)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
         """Whether a reduction into `place` needs a staging buffer."""
@@ -218,7 +224,7 @@ class Communicator:
         if self._issued is None:
             then(buffer)
             return Work()
-        what = self._issued.reduction(of)
+        what, turn = self._issued.reduction(of)
         terms = buffer if wide is None else wide.copy_(buffer)
 
         def finish() -> None:
@@ -230,7 +236,7 @@ class Communicator:
             finish()
             return Work()
         work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
-        return Work([work], finish, what=what, ranks=self.ranks)
+        return Work([work], finish, what=what, ranks=self.ranks, turn=turn)
 
     def connect(self) -> None:
         """Has NCCL make its communicators now rather than in the first backward; nothing on other backends. Collective.
@@ -247,6 +253,10 @@ class Communicator:
         """Destroys the process groups, on this rank alone."""
         drop_groups(self._groups)
         self.drop()
+
+    def _end(self) -> None:
+        for group in self._groups:
+            end_gloo(group)
 
     def drop(self) -> None:
         """Drops the process groups without destroying them."""
@@ -325,6 +335,32 @@ def abort_nccl() -> None:
     found = {backend_on(group, device): None for group in groups for device in devices_of(group)}
     if backends := [backend for backend in found if backend.name() == "nccl"]:
         abort_together(backends)
+
+
+def end_gloo(group: dist.ProcessGroup) -> None:
+    """Ends the collectives of a gloo group that are under way, on all its ranks; from any thread.
+
+    gloo closes the connections of a group as soon as one wait in it is over time.
+    """
+    message = torch.empty(1, device="cpu")
+    with suppress(RuntimeError):
+        work = dist.irecv(message, group=group, tag=_TAG_OF_NONE, group_src=(group.rank() + 1) % group.size())
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def next_exchange(group: dist.ProcessGroup) -> Turn:
+    """Counts an exchange of tokens over `group`, which is about to be issued."""
+    series = WAITS.exchanges.get(group)
+    if series is None:
+        known = weakref.ref(group)
+
+        def end() -> None:
+            if (alive := known()) is not None:
+                end_gloo(alive)
+
+        series = WAITS.exchanges[group] = Series("exchanges of tokens", dist.get_process_group_ranks(group), end)
+    return series.next()
 
 
 def drop_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -1,7 +1,8 @@
 """The open waits of this process for other ranks, its position, and the time that the waits take.
 
-Owns the list of open waits, the position of each thread, and the time in which a step waits. Decides nothing: a wait
-ends with its collective, or by the timeout of torch.distributed. `watchdog` reports long waits.
+Owns the list of open waits, the position of each thread, the numbers of collectives, and the time in which a step
+waits. A wait ends with its collective, by the timeout of torch.distributed, or where ranks wait for each other
+(`deadlock_of`). `watchdog` reports long waits, and ends those.
 
 The library waits for collectives only inside a `Wait`, which costs two updates of a dict.
 """
@@ -11,7 +12,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.errors import ElixirError
+from elixir_moe.errors import ElixirError, OutOfStepError
 
 _MOST = 64
 """Most ranks that a message lists."""
@@ -35,12 +37,15 @@ _Moment = Any
 class Wait:
     """A context in which this thread waits for other ranks. A RuntimeError in it becomes an ElixirError with `what`."""
 
-    __slots__ = ("begun", "found", "ranks", "what")
+    __slots__ = ("begun", "deadlock", "found", "ranks", "turn", "what")
 
-    def __init__(self, what: str, ranks: Sequence[int] | None = None) -> None:
-        """`what` is the collective in words; `ranks` take part in it, by default the world."""
+    def __init__(self, what: str, ranks: Sequence[int] | None = None, turn: "Turn | None" = None) -> None:
+        """`what` is the collective in words; `ranks` take part in it, by default the world. `turn`: its number."""
         self.what = what
         self.ranks = ranks
+        self.turn = turn
+        self.deadlock = ""
+        """Who waits for whom, if the collective can never end."""
         self.found = ""
         """Positions of the other ranks, once the wait has lasted for a period."""
         self.begun: _Moment | None = None
@@ -56,6 +61,9 @@ class Wait:
         if self.begun is not None and WAITS.timer is not None and error is None:
             WAITS.timer.ended(self.begun)
         if isinstance(error, RuntimeError):
+            self.deadlock = self.deadlock or WAITS.find_deadlock(self)
+            if self.deadlock:
+                raise OutOfStepError(self.deadlock) from error
             raise ElixirError(
                 f"{self.what} failed on rank {dist.get_rank()}: {error}. {self.found}Another rank has stopped, or runs "
                 f"other modules: {RULE}"
@@ -120,26 +128,96 @@ class BusyTime:
         return begun.elapsed_time(ended) / 1000 if self._device.type == "cuda" else ended - begun
 
 
+class Series:
+    """The collectives of one kind that all of `ranks` issue in one order, on one thread of each at a time."""
+
+    def __init__(self, kind: str, ranks: Sequence[int], end: Callable[[], None]) -> None:
+        """`end`, called from any thread, has the collectives of this rank that are under way fail."""
+        made = f"{kind} {named(ranks)}"
+        WAITS.made[made] += 1
+        self.name = f"{made} {WAITS.made[made]}"
+        """The same on all ranks, and no other series'."""
+        self.end = end
+        self.issued = 0
+        """Number of collectives that this rank has issued."""
+        WAITS.series = (*(known for known in WAITS.series if known() is not None), weakref.ref(self))
+
+    def next(self) -> "Turn":
+        """Counts one more collective, which is about to be issued."""
+        self.issued += 1
+        return Turn(self, self.issued)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One collective of a series."""
+
+    series: Series
+    number: int
+
+
 class Issued:
     """The number of collectives a rank has issued in one communicator; reported as long as the communicator lives."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], end: Callable[[], None]) -> None:
+        """`end`: as for `Series`."""
         self.over = f"over {named(ranks)}"
-        self.gathers = self.reductions = 0
+        self._gathers, self._reductions = (Series(kind, ranks, end) for kind in ("gathers", "reductions"))
         WAITS.issued = (*(known for known in WAITS.issued if known() is not None), weakref.ref(self))
 
-    def gather(self, of: str) -> str:
-        """Counts one more gather; returns it in words."""
-        self.gathers += 1
-        return f"gather {self.gathers} {self.over}, that of {of}"
+    def gather(self, of: str) -> tuple[str, Turn]:
+        """Counts one more gather; returns it in words too."""
+        turn = self._gathers.next()
+        return f"gather {turn.number} {self.over}, that of {of}", turn
 
-    def reduction(self, of: str) -> str:
-        """Counts one more reduction; returns it in words."""
-        self.reductions += 1
-        return f"reduction {self.reductions} {self.over}, that of {of}"
+    def reduction(self, of: str) -> tuple[str, Turn]:
+        """Counts one more reduction; returns it in words too."""
+        turn = self._reductions.next()
+        return f"reduction {turn.number} {self.over}, that of {of}", turn
 
     def __str__(self) -> str:
-        return f"{self.gathers} gathers and {self.reductions} reductions {self.over} issued"
+        return f"{self._gathers.issued} gathers and {self._reductions.issued} reductions {self.over} issued"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A rank that waits in a collective of a series, as it tells the others."""
+
+    what: str
+    ranks: Sequence[int]
+    series: str
+    number: int
+    issued: Mapping[str, int]
+    """By series: the number of collectives that this rank has issued."""
+
+    def waits_for(self, other: "Standing") -> bool:
+        """Whether the other one has not issued the collective; one that does not know the series may have."""
+        return other.issued.get(self.series, self.number) < self.number
+
+
+def deadlock_of(mine: int, standing: Mapping[int, Standing]) -> str:
+    """Why rank `mine` can never go on, in words; empty if it may.
+
+    Such a rank waits in a collective that another such rank has not issued. That one would have to leave its own wait
+    first, and none can be the first to leave. So it does not matter when each rank has said where it stands.
+    """
+    blockers = {
+        rank: [other for other in place.ranks if other in standing and place.waits_for(standing[other])]
+        for rank, place in standing.items()
+    }
+    found = set(standing)
+    while free := {rank for rank in found if found.isdisjoint(blockers[rank])}:
+        found -= free
+    if mine not in found:
+        return ""
+    rank = min(found)
+    other = next(other for other in blockers[rank] if other in found)
+    more = f" ({len(found)} ranks wait for each other)" if len(found) > 2 else ""
+    return (
+        f"rank {rank} waits in {standing[rank].what}, which rank {other} has not begun: it waits in "
+        f"{standing[other].what}{more}. {RULE[0].upper()}{RULE[1:]}, and every rank's loss must depend on the same "
+        f"parameters; start all ranks again"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +302,23 @@ class Waits:
         self.open: dict[int, Wait] = {}
         """The open wait of each thread."""
         self.issued: tuple[weakref.ref[Issued], ...] = ()
+        self.series: tuple[weakref.ref[Series], ...] = ()
+        self.exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Series] = weakref.WeakKeyDictionary()
+        """The exchanges of tokens over each process group."""
+        self.made: Counter[str] = Counter()
+        """By kind and ranks: the number of series made."""
+        self.find_deadlock: Callable[[Wait], str] = lambda wait: ""
+        """Asks the other ranks whether a wait that has failed could never have ended; set by `watchdog`."""
         self.timer: BusyTime | None = None
         """What times the waits at present."""
+
+    def standing(self, wait: Wait, world: int) -> Standing | None:
+        """What this rank tells the others of a wait in a collective of a series; None for any other wait."""
+        if wait.turn is None:
+            return None
+        issued = {series.name: series.issued for known in self.series if (series := known()) is not None}
+        ranks = list(wait.ranks or range(world))
+        return Standing(wait.what, ranks, wait.turn.series.name, wait.turn.number, issued)
 
 
 WAITS = Waits()

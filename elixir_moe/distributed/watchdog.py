@@ -2,11 +2,13 @@
 
 Owns the thread, what ranks tell each other beside their collectives, the warnings of long waits, and the limits of a
 run. It uses the store with which the ranks met, never a process group, which may hang. No result depends on the clock
-here, and nobody but the timeout of torch.distributed ends a wait.
+here. A wait is ended by the timeout of torch.distributed, or because ranks wait for each other.
 
     look      tells the others the position of this rank; a stack is read only if no wait has begun since the last look
     warning   of a wait that has lasted for a period (`ELIXIR_WAIT_SECONDS`), once, with the positions of the others;
               if the wait fails, its error has them too
+    deadlock  a rank that has waited for a second in a collective with a number (`Series`) says so. Where ranks wait for
+              each other (`deadlock_of`), each ends its own wait by an OutOfStepError
     a run     in a `Watchdog` looks every second, and ends the process if a rank has failed or a phase takes longer than
               the timeout, and the main thread does not fail by itself
 
@@ -14,6 +16,7 @@ Words of a stopped or dead process cease; those of a rank in an endless loop con
 """
 
 import atexit
+import json
 import math
 import os
 import threading
@@ -23,13 +26,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import RULE, WAITS, Wait, named, position
+from elixir_moe.distributed.waits import RULE, WAITS, Standing, Wait, deadlock_of, named, position
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.torch_private import default_store
 
@@ -39,6 +43,8 @@ _DEFAULT_SECONDS = "30"
 _LOOKS = 4
 """Looks in a period; several, so that ranks have written their positions before a waiting rank reads them."""
 _RUN_LOOK_SECONDS = 1.0
+_STANDING_SECONDS = 1.0
+"""Time after which a rank asks whether its wait can end."""
 _GRACE_SECONDS = 2.0
 """Time for a rank to fail by itself before its run ends it."""
 _ANSWER_SECONDS = 2.0
@@ -68,6 +74,7 @@ def watch() -> None:
         )
     if dist.is_initialized() and dist.get_world_size() > 1:
         _THREAD.seconds = seconds
+        WAITS.find_deadlock = _THREAD.find_deadlock
         _THREAD.start()
 
 
@@ -130,6 +137,20 @@ class _Line:
         """The last word of each rank; empty if there is none."""
         return self.ask(lambda store: [_value(store, f"{self._name} {rank}") for rank in ranks])
 
+    def stand(self, standing: Standing) -> dict[int, Standing]:
+        """Tells the others where this rank stands; returns where each rank of the collective stands, if it does."""
+
+        def exchange(store: Any) -> dict[int, str]:
+            store.set(f"{self._name} standing {self.rank}", json.dumps(asdict(standing)))
+            return {rank: _value(store, f"{self._name} standing {rank}") for rank in standing.ranks[:_MOST]}
+
+        said = self.ask(exchange)
+        return {rank: Standing(**json.loads(text)) for rank, text in said.items() if text} | {self.rank: standing}
+
+    def move_on(self) -> None:
+        """Tells the others that this rank stands no more."""
+        self.ask(lambda store: store.set(f"{self._name} standing {self.rank}", ""))
+
     def fail(self, text: str) -> None:
         """Tells the others that this rank is about to end, and why, unless another one has."""
         self.ask(lambda store: store.compare_set(f"{self._name} failed", "", f"rank {self.rank} has failed: {text}"))
@@ -177,6 +198,10 @@ class _Thread:
         """The time at which each open wait was first seen."""
         self._begun = -1
         """`WAITS.begun` at the last look."""
+        self._stood: set[Wait] = set()
+        """The waits that were open a second ago."""
+        self._told: Wait | None = None
+        """The wait in which the others believe this rank to stand."""
 
     def start(self) -> None:
         """Starts the thread."""
@@ -192,18 +217,48 @@ class _Thread:
         self._thread.join(2 * _ANSWER_SECONDS)
 
     def _watch(self) -> None:
+        looked = time.monotonic()
         while not self._closing.is_set():
             seconds = self.seconds / _LOOKS if self.run is None else _RUN_LOOK_SECONDS
-            self.wake.wait(min(seconds, threading.TIMEOUT_MAX))
+            at_once = self.wake.wait(min(seconds, _STANDING_SECONDS))
             self.wake.clear()
             with self.looking:
-                self._look()
+                if self.run is None:
+                    self._connect()
+                if self.line is None:
+                    continue
+                self._end_deadlocks()
+                if at_once or time.monotonic() - looked >= seconds:
+                    looked = time.monotonic()
+                    self._look()
+
+    def _end_deadlocks(self) -> None:
+        """Ends the waits that can never end, once they have lasted for a second."""
+        stood, self._stood = self._stood, set(list(WAITS.open.values()))
+        told = self._told
+        if told is not None and told not in self._stood and not told.deadlock and self.line is not None:
+            with suppress(RuntimeError, TimeoutError):  # as below
+                self.line.move_on()
+                self._told = None
+        for wait in self._stood & stood:
+            wait.deadlock = wait.deadlock or self.find_deadlock(wait)
+            if wait.deadlock and wait.turn is not None and wait in WAITS.open.values():
+                wait.turn.series.end()
+
+    def find_deadlock(self, wait: Wait) -> str:
+        """Why a wait can never end, in words; empty if it may. Takes 2 s at most."""
+        line = self.line
+        standing = None if line is None else WAITS.standing(wait, line.ranks)
+        if line is None or standing is None:
+            return ""
+        try:
+            self._told = wait
+            return deadlock_of(line.rank, line.stand(standing))
+        except (RuntimeError, TimeoutError):  # the store, or its host, is gone
+            return ""
 
     def _look(self) -> None:
-        if self.run is None:
-            self._connect()
-        if self.line is None:
-            return
+        assert self.line is not None
         begun, self._begun = self._begun, WAITS.begun
         # Only for a rank that stands still: reading a stack keeps its tensors in use meanwhile, and a block in use is
         # replaced by new memory.

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.distributed.collectives import next_exchange
 from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.waits import Turn, Wait
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.router import Choices
 from elixir_moe.parallel.dataless import even_counts, has_data
@@ -153,24 +154,26 @@ class Exchange:
     def __init__(self, send: list[int], receive: list[int], process_group: dist.ProcessGroup) -> None:
         self.send, self.receive = send, receive
         self._process_group = process_group
-        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+        self._under_way: tuple[Any, Turn | None, Tensor, Tensor] | None = None
 
     def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Sends `rows`; returns the tensor that holds the received rows once `end` has returned."""
-        arriving, work = rows.new_empty(sum(receive), *rows.shape[1:]), None
+        arriving, work, turn = rows.new_empty(sum(receive), *rows.shape[1:]), None, None
         rows = rows.contiguous()
         if has_data(rows):
             group = self._process_group
+            turn = next_exchange(group)
             work = dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
-        self._under_way = work, rows, arriving
+        self._under_way = work, turn, rows, arriving
         return arriving
 
     def end(self) -> Tensor:
         """Waits until all rows have come; returns the tensor of `begin`."""
         assert self._under_way is not None, "no rows are under way"
-        work, _, arrived = self._under_way
+        work, turn, _, arrived = self._under_way
         if work is not None:
-            with Wait("an exchange of tokens with the experts", dist.get_process_group_ranks(self._process_group)):
+            ranks = dist.get_process_group_ranks(self._process_group)
+            with Wait("an exchange of tokens with the experts", ranks, turn):
                 work.wait()
         self._under_way = None  # not before: an interrupted wait must not free the memory
         return arrived

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from numbers import Real
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from elixir_moe.chunks.packing import Piece
 from elixir_moe.distributed.all_ranks import ControlGroups, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
-from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.waits import Series, Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.optim.early import EarlyUpdates
@@ -108,6 +108,7 @@ class StepDecision:
         self._phase = scheduler.phase
         self._hooks = hooks
         self._groups = groups
+        self._turns = Series("norms", range(dist.get_world_size()), groups.end)
         self._parameters = [p for chunk in chunks for p in chunk.parameters]
         self._slots = [(chunk.spec.index, i) for chunk in chunks for i in range(len(chunk.parameters))]
         half = any(chunk.spec.key.dtype is torch.float16 for chunk in chunks)
@@ -304,7 +305,7 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         options = self._options()
-        alike = zlib.crc32(f"{backwards} {asked} {options} {self.stepped}".encode())
+        alike = zlib.crc32(f"{backwards} {asked} {options} {self.stepped} {self._scheduler.gathered}".encode())
         unseen = self._scheduler.writes.unseen() is not None
         used_here = [slot in self._scheduler.used for slot in self._slots]
         for_all: list[Sequence[float]] = [[squares], [begun], [0.0], _bits(steps)]
@@ -312,7 +313,7 @@ class StepDecision:
         sizes = [len(numbers) for numbers in (*for_all, *for_peers)]
         votes = torch.tensor([*chain(*for_all, *for_peers)], dtype=torch.float64, device="cpu")
         total, begun_anywhere, refused, same_steps, same, unseen_anywhere, used = votes.split(sizes)
-        with Wait("the all-reduce of the gradient norm over all ranks"):
+        with Wait("the all-reduce of the gradient norm over all ranks", turn=self._turns.next()):
             self._groups.sum_over_peers(votes)
             asked_alike = _unanimous(same, len(self._groups.peers))
             refused.fill_(not asked_alike or bool(unseen_anywhere))
@@ -378,8 +379,16 @@ class StepDecision:
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
-        everyone = gathered((asked, options, self.stepped), self._groups.peers_group)
-        clips, rates, stepped = zip(*everyone, strict=True)
+        chunks = [self._scheduler.chunks[index].label for index in self._scheduler.gathered]
+        everyone = gathered((asked, options, self.stepped, chunks), self._groups.peers_group)
+        clips, rates, stepped, gathers = zip(*everyone, strict=True)
+        if (other := _first_other(gathers)) is not None:
+            pairs = zip_longest(gathers[0], gathers[other], fillvalue="nothing more")
+            first, second = next(pair for pair in pairs if pair[0] != pair[1])
+            self._phase.part(
+                f"since the last backward began rank {self._groups.peers[0]} has gathered {first} where rank "
+                f"{self._groups.peers[other]} has gathered {second}, so gradients may come from other weights"
+            )
         self.compare_stepped(stepped)
         if (other := _first_other(clips)) is not None:
             said = [f"rank {self._groups.peers[i]} calls {clips[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]

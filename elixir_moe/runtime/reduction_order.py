@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from elixir_moe.chunks.step_machine import Answer, ParamId
 from elixir_moe.distributed.all_ranks import ControlGroups
-from elixir_moe.distributed.collectives import Work
-from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.collectives import Work, end_gloo
+from elixir_moe.distributed.waits import Series, Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.phase import Phase
@@ -59,6 +59,7 @@ class Peers:
         self._labels = [chunk.label for chunk in chunks]
         self._names = [chunk.names for chunk in chunks]
         self._ranks = groups.peers
+        self._turns = Series("agreements", self._ranks, lambda: end_gloo(groups.peers_group))
 
     def __call__(
         self, used: Sequence[int], awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase
@@ -77,10 +78,11 @@ class Peers:
         facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), gradients, len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(len(self._ranks), len(mine))
-        with Wait(_WHAT, self._ranks):
+        turn = self._turns.next()
+        with Wait(_WHAT, self._ranks, turn):
             work = dist.all_gather(list(table), mine, group=self._groups.peers_group, async_op=True)
         kept = tuple(awaited), tuple(gathered)
-        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks), table, *kept, phase)
+        return lambda: self._answer(Work([work], what=_WHAT, ranks=self._ranks, turn=turn), table, *kept, phase)
 
     def _answer(
         self, work: Work, table: torch.Tensor, awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase

@@ -92,7 +92,7 @@ class Scheduler:
         self._apart = False
         """The ranks await different gradients in this backward."""
         self._agreement = agreement
-        self._gathered: list[int] = []
+        self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
         self.shown_at: dict[int, Chunk] = {}
         """The gathered chunk at each memory address."""
@@ -239,7 +239,7 @@ class Scheduler:
             self._count(chunk, "all_gather", chunk.spec.nbytes)
         self._queue.append(chunk)
         if parts > 1:
-            self._gathered.append(chunk.spec.index)
+            self.gathered.append(chunk.spec.index)
 
     def _begin_gathers(self, until: Chunk | None = None, *, released: bool = False) -> None:
         """Begins gathers while the first in the queue may begin, and in any case up to `until`, which is queued.
@@ -405,9 +405,9 @@ class Scheduler:
 
     def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
         """As `Carrier.agree`. Collective; waits for the other ranks only where backward may gather."""
-        answer = self._agreement(used, awaited, self._gathered, self.phase)
+        answer = self._agreement(used, awaited, self.gathered, self.phase)
         self.phase.count_backward()
-        self._gathered.clear()
+        self.gathered.clear()
         if not self.gathers_cached:
             return answer
         agreed = answer()  # before this rank asks for what another does not need

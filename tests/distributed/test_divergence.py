@@ -277,6 +277,32 @@ def test_ranks_that_are_out_of_step_learn_where_they_parted(ranks: Ranks) -> Non
         assert text.endswith("start all ranks again, from the latest checkpoint")
 
 
+def step_apart() -> str:
+    """What `step` says where rank 0 has gathered one chunk more in backward.
+
+    NCCL matches gathers by their order alone: this rank's would have met another one.
+    """
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=em.Plan.zero3(chunk_numel=72))
+    model(torch.randn(4, 8)).square().mean().backward()
+    if dist.get_rank() == 0:
+        optimizer._scheduler.gathered.append(1)
+    with pytest.raises(OutOfStepError) as found:
+        optimizer.step()
+    with pytest.raises(OutOfStepError):
+        model(torch.randn(4, 8))
+    optimizer.close()
+    return str(found.value)
+
+
+def test_ranks_that_have_gathered_other_weights_in_backward_take_no_step(ranks: Ranks) -> None:
+    for said in ranks(2).run(step_apart):
+        assert re.match(
+            r"since the last backward began rank 0 has gathered (chunk \d \(.*\)) where rank 1 has gathered (.*), so ",
+            said,
+        )
+
+
 def taken_again(plan: em.Plan) -> dict[str, Any]:
     """Steps of which the third fails on both ranks in backward, when rank 1 has begun fewer gathers than rank 0."""
     torch.manual_seed(0)

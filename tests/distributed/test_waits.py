@@ -1,5 +1,6 @@
 """Ranks that wait for each other say so: who waits for what. No clock decides anything."""
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import elixir_moe as em
+from elixir_moe.distributed.waits import Standing, deadlock_of
 from tests.faults.test_elastic import environment
 from tests.support.programs import Program
 
@@ -109,20 +111,81 @@ def test_a_collective_of_the_users_own_is_seen_too(pair: Pair) -> None:
     assert [rank.answer("barrier") for rank in pair] == ["passed"] * 2
 
 
-def test_ranks_that_wait_for_each_other_say_who_waits_for_what(pair: Pair) -> None:
-    """And so does the error, when the one is gone; the other ends as ever."""
+def test_a_wait_for_a_rank_that_was_killed_fails_with_where_it_was(pair: Pair) -> None:
+    """And the other ends as ever."""
     both(pair, "again", "train")
-    pair[1].tell("clip")
-    place = "in the all-reduce of the gradient norm over all ranks, called in wait_program.py:"
-    assert pair[1].warning(place).partition("Warning: ")[2].startswith(f"rank 1 has waited for {SECONDS} s {place}")
+    pair[1].tell("barrier")
+    pair[0].tell("until 1 barrier")
+    assert pair[0].answer("until").startswith("in barrier")
     pair[0].tell("evaluate")
-    assert f"Last seen: rank 1 {place}" in pair[0].warning("gather")
+    assert "Last seen: rank 1 in barrier, called in wait_program.py:" in pair[0].warning("gather")
     pair[1].kill()
     error = pair[0].answer("evaluate")
     assert error.startswith("ElixirError: gather ") and "over ranks 0, 1, that of chunk 0 (0.weight" in error
-    assert "failed on rank 0" in error and f"Last seen: rank 1 {place}" in error
+    assert "failed on rank 0" in error and "Last seen: rank 1 in barrier, called in wait_program.py:" in error
     pair[0].stdin.close()
     assert pair[0].wait(60) == 0, pair[0].stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("verbs", "said"),
+    [
+        (
+            ("evaluate", "clip"),
+            r"rank 0 waits in gather \d+ over ranks 0, 1, that of chunk 0 \(0\.weight, 0\.bias\), which rank 1 has not "
+            r"begun: it waits in the all-reduce of the gradient norm over all ranks\. ",
+        ),
+        (
+            ("train", "train_nothing"),
+            r"rank 0 waits in the agreement on a backward, which rank 1 has not begun: it waits in the all-reduce of "
+            r"the gradient norm over all ranks\. ",
+        ),
+        (
+            ("train_twice", "train_once"),
+            r"rank 0 waits in gather \d+ over ranks 0, 1, that of chunk 0 \(0\.weight, 0\.bias\), which rank 1 has not "
+            r"begun: it waits in .*\. ",
+        ),
+        (
+            ("train_mixture", "train_mixture detached"),
+            r"rank 0 waits in an exchange of tokens with the experts, which rank 1 has not begun: it waits in .*\. ",
+        ),
+    ],
+)
+def test_ranks_that_wait_for_each_other_end_at_once_and_say_the_same(
+    verbs: tuple[str, str], said: str, pair: Pair
+) -> None:
+    """Long before the process groups' timeout of a minute: a gather against an exchange, and losses that depend on
+    nothing on one rank, on fewer runs of a module, or not on a mixture."""
+    both(pair, "again", "train")
+    for rank, verb in zip(pair, verbs, strict=True):
+        rank.tell(verb)
+    found = [rank.answer(verb.split()[0]) for rank, verb in zip(pair, verbs, strict=True)]
+    assert found[0] == found[1]
+    assert re.match(f"OutOfStepError: {said}Every rank must call the same modules", found[0]), found
+    for rank in pair:
+        rank.close()
+
+
+def test_only_ranks_that_wait_for_each_other_are_in_a_deadlock() -> None:
+    def at(series: str, number: int, **issued: int) -> Standing:
+        return Standing(f"{series} {number}", (0, 1, 2), series, number, issued)
+
+    crossed = {0: at("gather", 2, gather=2, norm=0), 1: at("norm", 1, gather=1, norm=1)}
+    for mine in (0, 1):
+        assert deadlock_of(mine, crossed).startswith(
+            "rank 0 waits in gather 2, which rank 1 has not begun: it waits in norm 1"
+        )
+    # A third rank that waits for one of them cannot go on either; one that only comes late may.
+    assert "3 ranks wait for each other" in deadlock_of(2, crossed | {2: at("gather", 3, gather=3, norm=1)})
+    assert deadlock_of(2, crossed | {2: at("gather", 1, gather=1, norm=1)}) == ""
+    # Both have issued what the other waits for: a third rank is late.
+    assert deadlock_of(0, {0: at("gather", 2, gather=2, norm=1), 1: at("norm", 1, gather=2, norm=1)}) == ""
+    # A circle of three.
+    circle = {0: at("a", 1, a=1, b=1, c=0), 1: at("b", 1, a=0, b=1, c=1), 2: at("c", 1, a=1, b=0, c=1)}
+    assert all("3 ranks" in deadlock_of(mine, circle) for mine in circle)
+    assert deadlock_of(0, {0: circle[0], 1: circle[1]}) == ""
+    # A series that the other does not know may be one that it has not made yet.
+    assert deadlock_of(0, {0: at("gather", 2, gather=2, norm=0), 1: at("norm", 1, norm=1)}) == ""
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan"])
