@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
+from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.plain_state import persistent_buffers
 from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import SCALES, packed_parameters
@@ -295,7 +296,12 @@ def _added(found: list[Sums]) -> Sums:
 
 
 def schedule_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """The schedule of the learning rates of both runs."""
+    """The schedule of the learning rates of both runs. Raises ConfigError if there are none."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has param_groups without 'lr', which verify multiplies by {DECAY} after each "
+            f"step: give it one"
+        )
     return LambdaLR(optimizer, lambda step: DECAY**step)
 
 
@@ -313,7 +319,7 @@ def _change_all(setup: Setup, trainee: Trainee) -> None:
         for name, value in group.items():
             if isinstance(value, float):
                 group[name] = value / 2
-            elif isinstance(value, tuple):
+            elif isinstance(value, tuple) and _has_numbers(value):
                 group[name] = tuple(part / 2 for part in value)
     _seed_generators(_OTHER_SEED)
     if OWN_STATE not in setup.way.not_done:

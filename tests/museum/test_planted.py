@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.models import GPTConfig
+from elixir_moe.models import GPT, GPTConfig
 from elixir_moe.models.lora import Lora
 from elixir_moe.moe.experts import GroupedExperts
 from elixir_moe.moe.fused import Adapter, AdaptersBeside
 from elixir_moe.quantized import decoders, formats
 from elixir_moe.verify import subject, training
+from elixir_moe.verify.oracle import next_token_loss, plain_mixtures, quantized_values
 from elixir_moe.verify.subject import Named, Source
 from tests.museum.cases import Case, judged, of_family, small
 
@@ -314,6 +315,37 @@ CASES = {
 
 def found(name: str, folder: str) -> list[dict[str, Any]]:
     return judged(CASES[name], folder, steps=3 if name == "stale-until-read" else 1, accumulation=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"top_k": 2, "capacity_factor": 0.7, "z_coefficient": 0.1}, {"residual": True, "capacity_factor": 1.25}],
+    ids=str,
+)
+def test_a_loop_over_experts_is_the_layer(changes: dict[str, Any]) -> None:
+    """Loss to 1e-6 and gradients to 1e-5 of their largest element: sums of at most 64 numbers in another order."""
+    torch.manual_seed(0)
+    model = GPT(replace(MIXTURE, **changes))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    plain, batch = plain_mixtures(deepcopy(model)), torch.randint(MIXTURE.vocab_size, (4, 9))
+    losses = subject.lm_loss(model, batch), next_token_loss(plain, batch)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and wanted.grad is not None
+        assert (mine.grad - wanted.grad).abs().max() <= 1e-5 * wanted.grad.abs().max()
+
+
+@pytest.mark.parametrize("scheme", formats.SCHEMES)
+@pytest.mark.parametrize("drawn", [torch.randn, lambda *shape: torch.randint(-128, 128, shape) / 2048, torch.zeros])
+def test_formats_have_the_values_of_their_definition(scheme: str, drawn: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    form = formats.SCHEMES[scheme]
+    for weight in (drawn(3, 64, 128), drawn(200, 320).bfloat16()):
+        decoded = form.decode(*form.encode(weight), tuple(weight.shape), weight.dtype)
+        assert torch.equal(decoded, quantized_values(weight, scheme))
 
 
 @pytest.mark.parametrize("name", CASES)
