@@ -396,6 +396,11 @@ def _refuse_settings(model: nn.Module) -> None:
             if getattr(config, setting, False):
                 off = None if callable(getattr(config, setting)) else False
                 raise ConfigError(f"{kind}.{setting} is on, but {why}: set {setting}={off}")
+        if max(getattr(config, f"{which}gtp_weight_remat_size", 1) for which in ("", "expert_")) > 1:
+            raise ConfigError(
+                f"{kind} cuts weights over more ranks than those of tensor parallelism, and gathers them itself: set "
+                f"tensor_parallel_num_weight_shards and expert_tensor_parallel_num_weight_shards to None"
+            )
         if "quantile_balancing" in getattr(config, "moe_router_load_balancing_type", ()):
             raise ConfigError(
                 f"{kind}.moe_router_load_balancing_type is 'quantile_balancing', whose biases only the "

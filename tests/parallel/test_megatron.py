@@ -541,6 +541,7 @@ def bad_inputs() -> dict[str, str]:
                 ("one tensor", "moe_single_grouped_weight", True),
                 ("quantiles", "moe_router_load_balancing_type", "quantile_balancing"),
                 ("own reduction", "finalize_model_grads_func", finalize_model_grads),
+                ("weights cut further", "gtp_weight_remat_size", 2),
             ):
                 layer = _column(case)
                 setattr(layer.config, setting, value)
@@ -579,6 +580,7 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "one tensor": "set moe_single_grouped_weight=False",
             "quantiles": "take moe_router_enable_expert_bias",
             "own reduction": "set finalize_model_grads_func=None",
+            "weights cut further": "set tensor_parallel_num_weight_shards and",
             "a derived config": "Provider.calculate_per_token_loss is on",
             "mixer": "'A_log' of a MambaMixer is cut in a way that Megatron's attributes do not say",
             "Megatron's DDP": "em.wrap takes its place",
@@ -675,12 +677,16 @@ def test_the_examples_run_and_learn(name: str, ranks: Ranks) -> None:
 # ------------------------------------------------------------------------------------------------------------ pipeline
 
 
-@pytest.mark.parametrize("blocks", [None, 3])
+STAGES = [(None, Case(pp=2)), (3, Case(pp=2)), (None, Case(pp=2, experts=4, expert_bias=True))]
+"""(blocks of the rCache, model)."""
+
+
+@pytest.mark.parametrize(("blocks", "case"), with_further(STAGES, STAGES[:2]))
 def test_pipeline_stages_wrap_each_for_itself(
-    blocks: int | None, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+    blocks: int | None, case: Case, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
 ) -> None:
     """Megatron's 1F1B schedule with three micro-batches: a forward runs while another one awaits its backward."""
-    case, loop = Case(pp=2), (3, 0.5)
+    loop = (3, 0.5)
     plan = (
         em.Plan.zero2(chunk_numel=CHUNK) if blocks is None else em.Plan.zero3(rcache_blocks=blocks, chunk_numel=CHUNK)
     )
