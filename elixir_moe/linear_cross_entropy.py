@@ -431,8 +431,11 @@ class _Gradients:
 
 
 def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
-    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`, and fewer `on` a CPU."""
-    if not on.is_cuda:
+    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`, and fewer `on` a CPU.
+
+    Tensors without data stand for those of an accelerator: a trace would spend its time on the small blocks of a CPU.
+    """
+    if not on.is_cuda and has_data(on):
         most_bytes = min(most_bytes, _CACHED_BYTES)
     size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
     if isinstance(weight, _Decoded):  # whole blocks of rows
@@ -466,4 +469,6 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     wide = torch.promote_types(_wide(left), _wide(right))
     if left.is_cuda and left.dtype == right.dtype != wide:
         return torch.mm(left, right, out_dtype=wide)
+    if left.dtype == right.dtype and not has_data(left):
+        return (left @ right).to(wide)
     return left.to(wide) @ right.to(wide)
