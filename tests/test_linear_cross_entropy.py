@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(name: str, tiles: bool, 
     gradients = torch.autograd.grad(wanted, given)
     if tiles:
         head = head_of(weight, bias if biased else None, 20)
-        assert len(list(head.children())) == 4
+        assert len(list(head.children())) == 5
         found = em.linear_cross_entropy(hidden, head, labels, chunk_bytes=4 * V * 3, **options)
         found.backward()
         brought = [hidden.grad, torch.cat([part.weight.grad for part in head.children()])]
