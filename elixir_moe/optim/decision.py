@@ -97,8 +97,8 @@ class StepDecision:
         on_device: Communicator | None,
         early: EarlyUpdates | None = None,
     ) -> None:
-        """`chunks` are the trainable ones, and `routers` forget their counts with the gradients; `on_device` sums the
-        norm there, so that the host need not know it.
+        """`chunks` are the trainable ones, and `routers` forget their counts with given up gradients; `on_device` sums
+        the norm there, so that the host need not know it.
         """
         self._inner = inner
         self._routers = routers
@@ -131,9 +131,10 @@ class StepDecision:
         """Forgets the gradients and facts of a step that is over or given up."""
         for chunk in self._chunks:
             chunk.clear_gradient()
+        if self._scheduler.used:  # else the forward whose tokens have been counted may still await its backward
+            self._routers.forget_counts()
         self._scheduler.used.clear()
         self._scheduler.writes.forget_unseen()
-        self._routers.forget_counts()
         self._forget()
 
     def note_options(self) -> None:

@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._kept.last_step = LastStep(begin_to_host(norm), changed)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
-        self._routers.update_biases()
+        self._routers.end_step()
         self._decision.forget_gradients()
         self._hooks.updated()
         self._phase.written(self._phase.place[0] + 1)

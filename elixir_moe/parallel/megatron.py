@@ -176,8 +176,8 @@ class Routers:
                     router._buffers[name] = buffer.float()
 
     @torch.no_grad()
-    def update_biases(self) -> None:
-        """Moves the biases of experts towards balance, by the tokens of all ranks since the last step.
+    def end_step(self) -> None:
+        """Moves the biases of experts towards balance, by the tokens of all ranks, and sets the counts to zero.
 
         Collective if a router in training mode has biases.
 
@@ -185,17 +185,17 @@ class Routers:
         """
         biased = [r for r in self._routers if r.enable_expert_bias and r.training]
         biased = [r for r in biased if not getattr(r, "frozen_expert_bias", False)]  # an attribute since 0.19
-        if not biased:
-            return
-        from megatron.core import parallel_state
+        if biased:
+            from megatron.core import parallel_state
 
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        counts = torch.cat([router.local_tokens_per_expert for router in biased])
-        with Wait("the sum of the tokens of each expert", dist.get_process_group_ranks(group)):
-            dist.all_reduce(counts, group=group)
-        for router, tokens in zip(biased, counts.split([len(r.expert_bias) for r in biased]), strict=True):
-            missing = tokens.sum() / len(tokens) - tokens
-            router.expert_bias += torch.sign(missing) * router.config.moe_router_bias_update_rate
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            counts = torch.cat([router.local_tokens_per_expert for router in biased])
+            with Wait("the sum of the tokens of each expert", dist.get_process_group_ranks(group)):
+                dist.all_reduce(counts, group=group)
+            for router, tokens in zip(biased, counts.split([len(r.expert_bias) for r in biased]), strict=True):
+                missing = tokens.sum() / len(tokens) - tokens
+                router.expert_bias += torch.sign(missing) * router.config.moe_router_bias_update_rate
+        self.forget_counts()
 
     def forget_counts(self) -> None:
         """Sets the counts to zero: those for the biases, and those for an auxiliary loss over the batches of a step."""

@@ -46,7 +46,7 @@ from tests.support.megatron_cases import (
     state_of,
     wrapped,
 )
-from tests.support.parity import compare, make_optimizer, tokens
+from tests.support.parity import ROWS, compare, make_optimizer, tokens
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -249,12 +249,7 @@ def counts_of_sixteen_bits(folder: Path) -> dict[str, torch.dtype]:
                 em.load(path, model, optimizer)
             else:
                 em.save(folder, model, optimizer)
-            router = model.decoder.layers[1].mlp.router
-            found = {name: buffer.dtype for name, buffer in router.named_buffers()}
-            lm_loss(model, tokens(0, 0, SEQ, VOCAB)).backward()
-            assert router.local_tokens_per_expert.sum() == router.global_tokens_per_expert.sum() > 0
-            optimizer.zero_grad()
-            assert not router.local_tokens_per_expert.any() and not router.global_tokens_per_expert.any()
+            found = {name: buffer.dtype for name, buffer in model.decoder.layers[1].mlp.router.named_buffers()}
             optimizer.close()
     return found
 
@@ -263,6 +258,41 @@ def test_a_router_counts_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
     (found,) = ranks(1).run(counts_of_sixteen_bits, tmp_path / "saved")
     names = ["expert_bias", "ga_steps", "global_tokens_per_expert", "local_tokens_per_expert"]
     assert sorted(found) == names and set(found.values()) == {torch.float32}
+
+
+def counts_of_given_up_gradients() -> dict[str, float]:
+    """{when: tokens that a router has counted} about calls of ``zero_grad()``."""
+    case = Case(experts=4, aux=0.5, global_aux=True, expert_bias=True)
+    with shims(), model_parallel(case):
+        model = build(case)
+        megatron.annotate(model)
+        model, optimizer = em.wrap(model, make_optimizer(model), plan=em.Plan.zero2(chunk_numel=CHUNK))
+        router, found = model.decoder.layers[1].mlp.router, {}
+
+        def note(when: str) -> None:
+            found[when] = router.local_tokens_per_expert.sum().item()
+            assert router.global_tokens_per_expert.sum() == found[when]
+
+        loss = lm_loss(model, tokens(0, 0, SEQ, VOCAB))
+        note("forward")
+        optimizer.zero_grad()  # as programs do that clear the gradients of the last step here
+        note("before its backward")
+        loss.backward()
+        optimizer.zero_grad()
+        note("given up")
+        assert not router.expert_bias.any()
+        lm_loss(model, tokens(0, 0, SEQ, VOCAB)).backward()
+        optimizer.step()
+        note("step")
+        assert router.expert_bias.any()
+        optimizer.close()
+        return found
+
+
+def test_tokens_of_given_up_gradients_do_not_count(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(counts_of_given_up_gradients)
+    routed = 2 * SEQ * ROWS
+    assert found == {"forward": routed, "before its backward": routed, "given up": 0, "step": 0}
 
 
 @pytest.mark.parametrize("values_on_disk", [False, True])
