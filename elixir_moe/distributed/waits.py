@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,7 @@ class Series:
 
     def __init__(self, kind: str, ranks: Sequence[int], end: Callable[[], None]) -> None:
         """`end`, called from any thread, has the collectives of this rank that are under way fail."""
-        made = f"{kind} {named(ranks)}"
+        made = f"{kind} {zlib.crc32(repr(list(ranks)).encode()):x}"
         WAITS.made[made] += 1
         self.name = f"{made} {WAITS.made[made]}"
         """The same on all ranks, and no other series'."""
