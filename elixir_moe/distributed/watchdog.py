@@ -138,11 +138,12 @@ class _Line:
         return self.ask(lambda store: [_value(store, f"{self._name} {rank}") for rank in ranks])
 
     def stand(self, standing: Standing) -> dict[int, Standing]:
-        """Tells the others where this rank stands; returns where each rank of the collective stands, if it does."""
+        """Tells the others where this rank stands; returns where each rank stands, if it does."""
+        ranks = sorted({*standing.ranks[:_MOST], *range(min(self.ranks, _MOST))})
 
         def exchange(store: Any) -> dict[int, str]:
             store.set(f"{self._name} standing {self.rank}", json.dumps(asdict(standing)))
-            return {rank: _value(store, f"{self._name} standing {rank}") for rank in standing.ranks[:_MOST]}
+            return {rank: _value(store, f"{self._name} standing {rank}") for rank in ranks}
 
         said = self.ask(exchange)
         return {rank: Standing(**json.loads(text)) for rank, text in said.items() if text} | {self.rank: standing}

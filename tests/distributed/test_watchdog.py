@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from elixir_moe.distributed import watchdog
-from elixir_moe.distributed.waits import Wait
+from elixir_moe.distributed.waits import Standing, Wait, deadlock_of
 from elixir_moe.distributed.watchdog import Watchdog
 
 
@@ -40,6 +40,24 @@ def test_a_rank_that_stands_in_one_step_for_too_long_ends(monkeypatch: pytest.Mo
     assert reasons[0].startswith("step 3 has taken 0 s, at ")
     assert "rank 1 is stopped or dead; it was last seen in" in reasons[0]
     assert store.get("run 1 failed").decode().startswith("rank 0 has failed: step 3 has taken 0 s")
+
+
+def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it() -> None:
+    """Rank 2 waits for rank 0, which waits for rank 1, and that for rank 0."""
+    store = dist.HashStore()
+    places = [
+        Standing("gather 2", (0, 1), "gather", 2, {"gather": 2, "norm": 0, "exchange": 0}),
+        Standing("norm 1", (0, 1), "norm", 1, {"gather": 1, "norm": 1}),
+        Standing("exchange 1", (0, 2), "exchange", 1, {"exchange": 1}),
+    ]
+    lines = [watchdog._Line(store, "a name", rank, 3) for rank in range(3)]
+    heard = [line.stand(place) for line, place in zip(lines, places, strict=True)]
+    assert deadlock_of(0, heard[0]) == "", "the others had said nothing yet"
+    assert "(3 ranks wait for each other)" in deadlock_of(2, heard[2])
+    lines[1].move_on()
+    assert deadlock_of(2, lines[2].stand(places[2])) == ""
+    for line in lines:
+        line.close()
 
 
 class Stopped(dist.HashStore):  # type: ignore[misc]  # torch's stubs forget it
