@@ -7,7 +7,7 @@ defaults and their checks. Needs the package `trl`.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import trl
 import yaml
@@ -43,7 +43,7 @@ class _Added:
 
 def _plan_field(name: str, words: str) -> tuple[str, Any, Any]:
     if name == "kind":
-        kinds = list(get_args(PlanConfig.__annotations__["kind"]))
+        kinds = list(get_args(get_type_hints(PlanConfig)["kind"]))
         return "plan", str, field(default="auto", metadata={"help": f"The plan. {words}", "choices": kinds})
     return f"{PLAN_PREFIX}{name}", str | None, field(default=None, metadata={"help": words})
 
