@@ -53,14 +53,17 @@ from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk import Spill, disk_bytes_left
 from elixir_moe.memory.slabs import host_bytes_left, is_one_memory
+from elixir_moe.models.config import GPTConfig
+from elixir_moe.models.gpt import GPT, lm_loss
 from elixir_moe.runtime.chunk import Chunk, Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts
 from elixir_moe.search.hardware import Fitted, Hardware, Links, Wire
+from elixir_moe.search.trace import trace
 
-_FORMAT = 2
+_FORMAT = 3
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor."""
@@ -83,6 +86,9 @@ _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
 """Start values: measured speeds are already those that kernels reach; real steps correct the rest."""
+_SMALL = GPTConfig(seq_len=128, n_layers=2, d_model=128, n_heads=4)
+"""The model whose step is timed on a CPU: layers of the size that people train there."""
+_SMALL_BATCH = 8
 _ADAM: AdamSettings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
 _MEASURED = (
     "gpu_bytes",
@@ -243,7 +249,9 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *(_temporary_rates() if dist.get_rank() == neighbors[0] else (0.0, 0.0)),
         _unit_seconds(device),
     )
-    *columns, on_host, on_device = zip(*gathered((*mine, v_c / narrow_v_c, v_g / narrow_v_g)), strict=True)
+    reached = 1.0 if cuda else _efficiency(device, getattr(torch, machine["dtype"]), *mine[:2])
+    told = (*mine, v_c / narrow_v_c, v_g / narrow_v_g, reached)
+    *columns, on_host, on_device, efficiency = zip(*gathered(told), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
     within = _wire_of(neighbors, device)  # of all hosts at once
     across = within if nodes == 1 else _wire_of(tuple(range(len(hosts))), device)
@@ -265,7 +273,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         gpus_per_node=len(neighbors),
         peak_tflops=min(columns[0]),
         memory_bandwidth=min(columns[1]),
-        fitted=_UNFITTED,
+        fitted=replace(_UNFITTED, device_efficiency=min(efficiency)),
         by_gpus=by_gpus,
         node_bandwidth=across.bandwidth * (nodes - 1) / nodes if nodes > 1 and across is not None else None,
         disk_read=read or None,
@@ -273,7 +281,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         unit_us=max(columns[-1]) * 1e6,
         narrow_update=max(on_host),
         narrow_update_on_device=max(on_device),
-        origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed"},
+        origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed" if cuda else "measured"},
     )
     box = [measured.to_json()]
     dist.broadcast_object_list(box, src=0)
@@ -364,6 +372,24 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     side = _MATRIX * (8 if device.type == "cuda" else 1)
     a = torch.rand(side, side, device=device).to(dtype)
     return 2 * side**3 / _at_once(lambda: a @ a, device) / 1e12
+
+
+def _efficiency(device: torch.device, dtype: torch.dtype, tflops: float, bandwidth: float) -> float:
+    """The part of these two speeds that forward and backward of a small GPT reach while all ranks run them.
+
+    A model's products are smaller than the one that is timed, and other operators compute more than a copy does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(_SMALL).to(device, dtype)
+    batch = torch.zeros(_SMALL_BATCH, _SMALL.seq_len + 1, dtype=torch.int64, device=device)
+    needed = trace(model, lm_loss, batch)
+
+    def step() -> None:
+        model.zero_grad()
+        lm_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+
+    expected = needed.flops / (tflops * 1e12) + needed.traffic_bytes / (bandwidth * 1e9)
+    return min(1.0, expected / min(_at_once(step, device) for _ in range(_REPEATS)))
 
 
 def _memory_rate(device: torch.device) -> float:

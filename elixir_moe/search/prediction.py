@@ -4,9 +4,9 @@ Owns the comparison after the first real steps, and the correction that follows.
 agree on the slowest rank's median at the end of the same step, so all draw the same conclusion.
 """
 
+import logging
 import statistics
 import time
-import warnings
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +24,7 @@ from elixir_moe.search.measure import remember_fit
 from elixir_moe.search.solve import Task
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
 
+_LOG = logging.getLogger(__name__)
 WARM_UP = 2
 """Steps before the measured ones: they allocate memory and fill caches."""
 MEASURED = 5
@@ -75,8 +76,13 @@ class Prediction:
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=wrapped.groups.control)
         self.measured_seconds = mine.item()
-        if abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE:
+        if self.is_off:
             self._learn(self.measured_seconds)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the predicted step is so far off that the next start plans with what was measured."""
+        return self.measured_seconds is not None and abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -92,15 +98,15 @@ class Prediction:
         }
 
     def _learn(self, measured: float) -> None:
-        """On the rank that searched: keeps the corrected constants for the next start, and warns."""
+        """On the rank that searched: keeps the corrected constants for the next start."""
         if self._task is None or self._machine is None:
             return
         fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, measured)
         remember_fit(self._machine, self._task.profile.key, fitted)
-        warnings.warn(
-            f"a step takes {seconds_text(measured)}, {seconds_text(self.step_seconds)} were expected: the next start "
-            f"plans with what was measured",
-            stacklevel=2,
+        _LOG.debug(
+            "a step takes %s, %s were predicted: the next start plans with what was measured",
+            seconds_text(measured),
+            seconds_text(self.step_seconds),
         )
 
 

@@ -380,7 +380,7 @@ def measured(folder: str) -> list[dict[str, Any]]:
         with mock.patch.dict("os.environ", {"XDG_CACHE_HOME": folder}):
             model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.auto(lm_loss, sample))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("error")  # what a machine learns is no warning
                 for _ in range(prediction.WARM_UP + prediction.MEASURED):
                     lm_loss(model, sample).backward()
                     optimizer.step()
@@ -394,6 +394,17 @@ def measured(folder: str) -> list[dict[str, Any]]:
         )
         optimizer.close()
     return found
+
+
+def test_the_step_of_a_small_model_is_predicted_as_it_was_timed() -> None:
+    """Ten seconds a step, the test says, and so does the cost model with the efficiency that was found."""
+    device = torch.device("cpu")
+    with mock.patch.object(measure, "_at_once", lambda run, device: (run(), 10.0)[1]):
+        reached = measure._efficiency(device, torch.float32, 1e-3, 1.0)
+        assert measure._efficiency(device, torch.float32, 1e-9, 1.0) == 1.0, "at most what was timed alone"
+    batch = torch.zeros(measure._SMALL_BATCH, measure._SMALL.seq_len + 1, dtype=torch.int64)
+    needed = trace(GPT(measure._SMALL), lm_loss, batch)
+    assert needed.flops / (reached * 1e-3 * 1e12) + needed.traffic_bytes / (reached * 1e9) == pytest.approx(10.0)
 
 
 def test_a_machine_is_measured_once_and_learns_from_real_steps(ranks: Ranks, tmp_path: Path) -> None:
@@ -413,7 +424,7 @@ def test_a_machine_is_measured_once_and_learns_from_real_steps(ranks: Ranks, tmp
 def measured_on_hosts(hosts: list[str]) -> Hardware:
     """(rank) What is measured where each rank is on the host of that name; rates of one rank are not looked at."""
     rates = dict.fromkeys(("_host_adam_rates", "_copy_rates", "_temporary_rates"), (1.0, 1.0))
-    rates |= dict.fromkeys(("_product_rate", "_memory_rate", "_unit_seconds"), 1.0)  # type: ignore[arg-type]
+    rates |= dict.fromkeys(("_product_rate", "_memory_rate", "_unit_seconds", "_efficiency"), 1.0)  # type: ignore[arg-type]
     device = torch.device("cpu")
     with ExitStack() as stack:
         for name, rate in rates.items():
@@ -478,7 +489,7 @@ def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_p
     with mock.patch.dict("os.environ", {"XDG_CACHE_HOME": str(tmp_path)}):
         machine = {"ranks": 1, "gpu": None, "processor": "any"}
         hardware = json.loads(Path(measure.__file__).with_name("machines").joinpath(f"{MACHINE}.json").read_text())
-        data: dict[str, Any] = {"format": 2, "machine": machine, "hardware": hardware}
+        data: dict[str, Any] = {"format": 3, "machine": machine, "hardware": hardware}
         path = cache_path(machine)
         path.parent.mkdir()
         path.write_text(json.dumps(data))
@@ -520,7 +531,7 @@ run: {steps: 8, global_batch: 2, accumulation: 2, eval_every: 8, eval_batches: 1
 def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(TINY % (tmp_path / "run"))
-    command = [sys.executable, "-m", "elixir_moe", "train", "--config", str(config), "--json"]
+    command = [sys.executable, "-m", "elixir_moe", "train", "--config", str(config), "--json", "--details"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=200, text=True)
     found = json.loads(done.stdout)["prediction"]
     assert found["held_device_bytes"] == found["predicted_device_bytes"] > 0
