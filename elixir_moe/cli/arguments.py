@@ -60,6 +60,9 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
     train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train_parser.add_argument(
+        "--details", action="store_true", help="also show the plan: chunk groups, rCache, tiers, seconds, bytes held"
+    )
     finetune_parsers = [
         verbs.add_parser(kind, help=f"fine-tune with TRL's {name}Trainer", allow_abbrev=False, add_help=False)
         for kind, name in TRAINERS.items()

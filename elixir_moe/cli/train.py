@@ -8,13 +8,18 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here, tell
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.train import control, launch
+
+if TYPE_CHECKING:
+    from elixir_moe.train.config import TrainConfig
 
 
 def run(known: argparse.Namespace) -> int:
@@ -49,30 +54,67 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         check_directory(config, data)
         launch.launch(ranks, known.arguments, config.run.threads)
         return 0
+    console = Console(stderr=known.json, quiet=known.quiet, soft_wrap=True, highlight=False)
     claim = claim_directory(config, data) if rank_here() == 0 else None
+    if claim is not None:
+        console.print(_purpose(config, ranks), markup=False)
     try:
-        summary = train(config, data, claim, Console(stderr=known.json, quiet=known.quiet), _end)
+        summary = train(config, data, claim, console, _end, details=known.details)
     except Stopped as stop:
         resumes = stop.exit_code != DIVERGED
-        text = f"{stop}; {_resume(known.arguments, config.run.overwrite)}" if resumes else str(stop)
+        text = f"{stop}; to resume it:\n  {_command(known.arguments, config)}" if resumes else str(stop)
         if not (stop.exit_code and launch.leave_error(text, stop.exit_code)) and rank_here() == 0:
             print(f"elixir-moe: {text}", file=sys.stderr)
         return stop.exit_code
-    if summary is not None and known.json:
-        print(json.dumps(summary.as_dict()))
+    if summary is not None:
+        console.print(_next(known.arguments, config), markup=False)
+        if known.json:
+            print(json.dumps(summary.as_dict()))
     dist.destroy_process_group()
     return 0
 
 
-def _resume(arguments: Sequence[str], overwrite: bool) -> str:
-    """How a run goes on that was stopped. `overwrite`: its command would begin again."""
+def _purpose(config: "TrainConfig", ranks: int) -> str:
+    """What the command does, in one line."""
+    from elixir_moe.train.config import HuggingFaceModel, ModuleModel
+
+    model = config.model
+    if isinstance(model, HuggingFaceModel):
+        name = Path(model.hf).expanduser().resolve().name
+        what = f"Fine-tunes {name}" if model.weights else f"Trains {name} from random weights"
+    else:
+        what = f"Trains {model.module}" if isinstance(model, ModuleModel) else "Trains a GPT from random weights"
+    adapters = " by adapters" * (config.lora is not None)
+    device = "GPU" if torch.cuda.is_available() else "CPU rank"
+    return (
+        f"{what}{adapters}: {config.run.steps} steps on {ranks} {device}{'s' * (ranks > 1)}. "
+        f"Ctrl-C saves and ends it. Files go to {config.run.out}"
+    )
+
+
+def _next(arguments: Sequence[str], config: "TrainConfig") -> str:
+    """What a user may do with a finished run."""
+    out, more = shlex.quote(config.run.out), ("--run.steps", str(2 * config.run.steps))
+    return (
+        f"\nNext:\n"
+        f"  {launch.program()} report {out}  # its losses, speed and memory; --html FILE makes a page\n"
+        f"  {launch.program()} export {out}  # the model for other libraries\n"
+        f"  {_command(arguments, config, *more)}  # trains on"
+    )
+
+
+def _command(arguments: Sequence[str], config: "TrainConfig", *more: str) -> str:
+    """The command that goes on with this run, with `more` settings."""
+    if config.run.overwrite:  # it would begin again
+        more = ("--run.overwrite", "false", *more)
     if launch.under_torchrun() and not launch.has_launcher():
-        return "the same command " + "with --run.overwrite false " * overwrite + "resumes it"
-    words = shlex.join(arguments)
-    if overwrite:
-        words = words.replace(" --run.overwrite true", "").replace(" --run.overwrite=true", "")
-        words += " --run.overwrite false"
-    return f"to resume it:\n  {launch.program()} {words}"
+        return f"the same command, with {shlex.join(more)}" if more else "the same command"
+    kept = list(arguments)
+    for name in more[::2]:
+        while name in kept:
+            del kept[kept.index(name) : kept.index(name) + 2]
+        kept = [word for word in kept if not word.startswith(f"{name}=")]
+    return f"{launch.program()} {shlex.join([*kept, *more])}"
 
 
 def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.distributed.collectives import world_timeout
 from elixir_moe.distributed.waits import BusyTime
@@ -80,6 +81,8 @@ def train(
     claim: Claim | None,
     console: Console,
     end: Callable[[str], None] | None = None,
+    *,
+    details: bool = False,
 ) -> Summary | None:
     """Runs a training to its end. Collective: every rank calls it with the same settings and data.
 
@@ -90,6 +93,7 @@ def train(
         console: the output of rank 0.
         end: called on another thread, with the reason, to end the process when the main thread hangs. By default prints
             the reason and exits.
+        details: whether the plan is shown in full.
 
     Returns:
         The summary on rank 0; None on the others.
@@ -111,7 +115,7 @@ def train(
         scarcity = Scarcity(config)
         while True:
             try:
-                return _train(config, data, claim, console, mesh, signals, watchdog, loops)
+                return _train(config, data, claim, console, mesh, signals, watchdog, loops, details)
             except Stopped:
                 raise
             except Exception as error:
@@ -136,6 +140,7 @@ def _train(
     signals: Signals,
     watchdog: Watchdog,
     loops: list["Loop"],
+    details: bool,
 ) -> Summary | None:
     """Runs a training to its end; appends its `Loop` to `loops`, so that the caller has it after a failure."""
     with ExitStack() as stack:
@@ -159,6 +164,7 @@ def _train(
                     bigram_loss=loss,
                     done=done,
                     writers=writers,
+                    details=details,
                 )
             )
             report.write("config.yaml", settings.to_yaml(config))
@@ -235,6 +241,8 @@ class Loop:
         self.keeper = CheckpointManager(training, self.supervisor, self.config.save, directory, self._event, tell)
         self._busy = BusyTime(training.device)
         self._last: StepRecord | None = None
+        self._timed = False
+        """The measured time of a step has been told."""
         self._seconds = 0.0
         self._first = 0
 
@@ -267,9 +275,9 @@ class Loop:
                 self.report.say(line)
             found = inspect(self.training.model)
             facts = found.facts(self.training.progress.accumulation)
-            changed = self.report.plan(found.rows, found.plan.to_json(), facts)
-            if found.plan.explanation:
-                self.report.say(found.plan.explanation)
+            changed = self.report.plan(found.rows, found.plan.to_json(), facts, found.plan.explanation)
+            if found.prediction is not None:
+                self.report.say(f"time        {seconds_text(found.prediction.step_seconds)} a step, predicted")
             if source is not None:
                 other = "" if changed is None else f", under another plan: {changed}"
                 self.report.event(self._first, "resumed", f"from {source}, step {self._first}{other}")
@@ -373,6 +381,11 @@ class Loop:
         if self.report is not None:
             found = inspect(training.model).prediction
             self.report.step(self._last, None if found is None else found.as_dict())
+            if found is not None and found.measured_seconds is not None and not self._timed:
+                self._timed = True
+                learned = "; the next start plans with what was measured" * found.is_off
+                expected = f"{seconds_text(found.step_seconds)} were predicted"
+                self.report.say(f"time        {seconds_text(found.measured_seconds)} a step; {expected}{learned}")
         self._follow(agreed)
 
     def _updates_in_backward(self) -> bool:

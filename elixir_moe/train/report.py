@@ -31,6 +31,7 @@ _COLUMNS = {
     "shard_bytes": "state bytes",
 }
 """Heads of the columns that are not called as in `inspect`."""
+_WHERE = {"device": "of device memory", "host": "of host memory", "disk": "on disk"}
 __all__ = ["Console", "Report", "StepRecord", "Summary"]
 
 
@@ -108,9 +109,11 @@ class Report:
         bigram_loss: float | None,
         done: int = 0,
         writers: Sequence[Writer] = (),
+        details: bool = False,
     ) -> None:
         """`done`: steps already done by a resumed run; records of later steps are dropped. `writers` get the numbers of
-        each step, too."""
+        each step, too. `details`: the plan is shown in full."""
+        self._details = details
         self._writers = writers
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
@@ -153,22 +156,37 @@ class Report:
         """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def plan(self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any]) -> str | None:
-        """Shows the plan as a table, one row per chunk group; writes it, and where the model lives, to files.
+    def plan(
+        self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any], explanation: str
+    ) -> str | None:
+        """Shows where the model lives, and with `details` the plan; writes both to files.
 
         Returns what differs from the plan of the run's previous start, as text; None if nothing does.
         """
+        held = {tier: sum(kinds.values()) for tier, kinds in facts["planned_bytes"].items()}
+        there = ", ".join(f"{size_text(nbytes)} {_WHERE[tier]}" for tier, nbytes in held.items() if nbytes)
+        self.say(
+            f"memory      of a rank: {there} for weights, gradients and optimizer state"
+            + "; --details shows the plan" * (not self._details)
+        )
+        if self._details:
+            self._show(rows)
+            if explanation:
+                self.say(explanation)
+        path = self._directory / "plan.json"
+        before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
+        self.write("plan.json", plan_json + "\n")
+        self.write("layout.json", json.dumps(facts) + "\n")
+        return None if before == plan_json else _changed(before, plan_json)
+
+    def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The state as a table, one row per chunk group."""
         table = Table(title="state on rank 0, by chunk group", title_justify="left", box=None, padding=(0, 1, 0, 0))
         for name, value in rows[0].items() if rows else ():
             table.add_column(_COLUMNS.get(name, name), justify="right" if type(value) is int else "left")
         for row in rows:
             table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
         self._console.print(table)
-        path = self._directory / "plan.json"
-        before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
-        self.write("plan.json", plan_json + "\n")
-        self.write("layout.json", json.dumps(facts) + "\n")
-        return None if before == plan_json else _changed(before, plan_json)
 
     def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
         """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
@@ -242,11 +260,8 @@ class Report:
             f"{summary.steps} steps{done}, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; "
             f"files in {summary.out}"
         )
-        if not weights:
-            self.say(f"elixir-moe export {summary.out} writes the model for other libraries")
-
         if summary.prediction is not None:
-            self.say(_beside(summary.prediction))
+            self.say(_beside(summary.prediction) if self._details else _step_beside(summary.prediction))
 
     def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
@@ -287,6 +302,14 @@ class Report:
             line += f"  validation {record.val_loss:.4f}"
             line += "" if self.bigram_loss is None else f" (bigram {self.bigram_loss:.4f})"
         return line
+
+
+def _step_beside(prediction: dict[str, Any]) -> str:
+    """The predicted and the measured time of a step."""
+    expected, took = prediction["predicted_step_seconds"], prediction["measured_step_seconds"]
+    if took is None:
+        return f"a step was predicted to take {seconds_text(expected)}; there were too few to compare"
+    return f"a step took {seconds_text(took)}, predicted {seconds_text(expected)}"
 
 
 def _beside(prediction: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
 from elixir_moe.train.directory import Claim, claim_directory
+from elixir_moe.train.launch import program
 from elixir_moe.train.loop import _check_alike
 from elixir_moe.train.picture import draw_losses
 from elixir_moe.train.training import lr_factor
@@ -459,7 +460,13 @@ def test_torchrun_without_the_short_form_repeats_the_run_bit_for_bit(
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "elixir_moe", "train")
     done = launch(*torchrun, "--config", str(tiny_run[0] / "config.yaml"), "--run.out", str(tmp_path / "again"))
     assert done.returncode == 0, done.stderr
-    assert "bigram" in done.stdout and "state on rank 0, by chunk group" in done.stdout
+    said = done.stdout.splitlines()
+    steps = len((tiny_run[0] / "metrics.jsonl").read_text().splitlines())
+    assert said[0].startswith(f"Trains a GPT from random weights: {steps} steps on 2 CPU ranks. ")
+    out = tmp_path / "again"
+    assert f"  {program()} export {out}  # the model for other libraries" in said
+    assert said[-1] == f"  the same command, with --run.steps {2 * steps}  # trains on"
+    assert "bigram" in done.stdout and "chunk group" not in done.stdout
     first, again = ((p / "metrics.jsonl").read_text().splitlines() for p in (tiny_run[0], tmp_path / "again"))
     same = ("loss", "grad_norm", "lr", "val_loss", "tokens_per_expert")
     for a, b in zip(map(json.loads, first), map(json.loads, again), strict=True):
