@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ TEXT = b"elixir_moe made this folder and may remove it\n"
 """The mark."""
 SUFFIX = ".partial"
 """End of the names of folders under work."""
+_PATIENCE_SECONDS = 1.0
+"""How long a new folder waits for another process that may be removing what a dead one left there."""
 
 
 def partial_of(target: Path) -> Path:
@@ -49,28 +52,40 @@ class MarkedFolder:
             OSError: the folder cannot be made.
         """
         self.path = path
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if not _is_left_over(path):
-                raise CheckpointError(
-                    f"{path} exists and was not made by elixir_moe, which would work there: move it, or choose another "
-                    f"name for what is to be written"
-                ) from None
-        try:
-            self._lock = _locked(path, create=True)
-        except ConfigError:
-            if not is_marked(path / MARK):
-                (path / MARK).unlink(missing_ok=True)
-                path.rmdir()
-            raise
-        if self._lock is None:
-            raise CheckpointError(f"{path} exists: another process is writing there")
+        self._lock: int | None = None
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while (descriptor := self._made_or_taken()) is None:
+            if time.monotonic() > until:
+                raise CheckpointError(f"{path} exists: another process is writing there")
+            time.sleep(0.01)
+        self._lock = descriptor
         try:
             _clear(path)
             _write_mark(self._lock, path)
         except BaseException:
             self.remove()
+            raise
+
+    def _made_or_taken(self) -> int | None:
+        """The locked file for the mark; None while another process works here, or removes what a dead one left."""
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            try:
+                left_over = _is_left_over(self.path)
+            except FileNotFoundError:
+                return None  # another process has removed it meanwhile
+            if not left_over and os.path.lexists(self.path):
+                raise CheckpointError(
+                    f"{self.path} exists and was not made by elixir_moe, which would work there: move it, or choose "
+                    f"another name for what is to be written"
+                ) from None
+        try:
+            return _locked(self.path, create=True)
+        except ConfigError:
+            if not is_marked(self.path / MARK):
+                (self.path / MARK).unlink(missing_ok=True)
+                self.path.rmdir()
             raise
 
     def move_to(self, target: Path) -> None:
