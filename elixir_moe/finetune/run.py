@@ -7,6 +7,7 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def finetune(given: Arguments) -> Any:
         eval_dataset=data[given.script.dataset_test_split] if training.eval_strategy != "no" else None,
         processing_class=tokenizer,
         plan=_plan(given, model),
-        wrap={"weights": folder},
+        wrap={} if given.kind == "reward" else {"weights": folder},
         **more,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -121,7 +122,7 @@ def _data(given: Arguments) -> Any:
 
 
 def _model(given: Arguments, folder: str) -> nn.Module:
-    """The model of a folder on the meta device, with its adapters and its frozen weights in few bytes."""
+    """The model of a folder, with its adapters and its frozen weights in few bytes; without memory, but of `reward`."""
     words, training = given.model, given.training
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
@@ -129,28 +130,31 @@ def _model(given: Arguments, folder: str) -> nn.Module:
         why = reason_of(error, folder, _TRUST)
         raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
     config._name_or_path = folder if Path(words.model_name_or_path).is_dir() else words.model_name_or_path
-    kind: Any = AutoModelForCausalLM
-    if given.kind == "reward":
-        kind, config.num_labels = AutoModelForSequenceClassification, 1
-    chosen = {} if words.attn_implementation is None else {"attn_implementation": words.attn_implementation}
-    dtype = torch.float32 if words.dtype in (None, "auto") else getattr(torch, words.dtype)
-    adapters = trl.get_peft_config(words)
-    with sharded_init():
+    chosen: dict[str, Any] = {"dtype": torch.float32 if words.dtype in (None, "auto") else getattr(torch, words.dtype)}
+    if words.attn_implementation is not None:
+        chosen["attn_implementation"] = words.attn_implementation
+    transformers.set_seed(training.seed)
+    with sharded_init() if given.kind != "reward" else nullcontext():
         try:
-            model = kind.from_config(config, dtype=dtype, trust_remote_code=training.trust_remote_code, **chosen)
+            if given.kind == "reward":  # its head is drawn, since most folders lack it
+                model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **chosen)
+            else:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=training.trust_remote_code, **chosen)
+                transformers.set_seed(training.seed)  # adapters are drawn as by TRL, which draws no weight before them
         except ValueError as error:
-            why = reason_of(error, folder, _TRUST)
+            why = str(error).partition("\n")[0]
             raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
+        adapters = trl.get_peft_config(words)
         if adapters is None:
             return model
         model.requires_grad_(False)
         if given.scheme is not None:
             quantize(model, given.scheme)
-        return _adapted(model, adapters, training.seed)
+        return _adapted(model, adapters)
 
 
-def _adapted(model: nn.Module, config: Any, seed: int) -> nn.Module:
-    """The model with peft's adapters, drawn as TRL draws them: right behind the seed."""
+def _adapted(model: nn.Module, config: Any) -> nn.Module:
+    """The model with peft's adapters. Raises ConfigError."""
     import peft
 
     if config.target_modules is not None and EXPERTS in config.target_modules:
@@ -159,7 +163,6 @@ def _adapted(model: nn.Module, config: Any, seed: int) -> nn.Module:
         others = config.target_modules - {EXPERTS}
         config.target_modules = "all-linear" if others == {"all-linear"} else others
         config.target_parameters = [*(config.target_parameters or ()), *found]
-    transformers.set_seed(seed)
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

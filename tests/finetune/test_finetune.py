@@ -58,9 +58,7 @@ def folder_of(path: Path, kind: str, model: str = "Llama") -> list[str]:
     if model == "Qwen3Moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     config = getattr(transformers, f"{model}Config")(**sizes)
-    head = "ForSequenceClassification" if kind == "reward" else "ForCausalLM"
-    config.num_labels = 1 if kind == "reward" else config.num_labels
-    getattr(transformers, f"{model}{head}")(config).save_pretrained(path / "model")
+    getattr(transformers, f"{model}ForCausalLM")(config).save_pretrained(path / "model")
     words_tokenizer().save_pretrained(path / "model")
     (path / "data").mkdir()
     rows = [dict(zip(ROWS[kind], values, strict=True)) for values in zip(*ROWS[kind].values(), strict=True)]
