@@ -414,6 +414,10 @@ class Scheduler:
         if not agreed.same_gradients:
             self._apart = True
             self.cache.leave_schedule()
+            for chunk in self.chunks:  # the schedule may have let weights go; from here on, none leave before the end
+                if chunk.spec.residence is CACHED:
+                    self.unshard((chunk.spec.index,), tracked=False, who="a backward that differs between ranks")
+                    self.release((chunk.spec.index,), tracked=False)
         return lambda: agreed
 
     def finish_backward(self) -> None:
