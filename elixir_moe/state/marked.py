@@ -127,8 +127,10 @@ def is_marked(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False  # missing, a link, or another user's
-    with open(descriptor, "rb") as file:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode) and file.read(len(TEXT)) == TEXT
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(TEXT), 0) == TEXT
+    finally:
+        os.close(descriptor)
 
 
 def partials(directory: Path) -> list[Path]:

@@ -94,8 +94,8 @@ def is_claimed(path: Path) -> bool:
             return not lock(file.fileno(), path / _LOCK, shared=True)
     except FileNotFoundError:
         return False
-    except PermissionError:
-        return True  # another user's
+    except OSError:
+        return True  # another user's, or no file
 
 
 def restarted() -> bool:

@@ -139,6 +139,9 @@ def test_clean_takes_what_the_dead_have_left_and_nothing_else(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"name": "app"}') if path.suffix != ".partial" else path.mkdir()
     (half / "away").symlink_to(tmp_path / "site")
+    foreign += [tmp_path / "other" / ".lock", tmp_path / "other" / ".site.partial" / ".elixir_moe"]
+    for path in foreign[-2:]:
+        path.mkdir(parents=True)
     assert main(["clean", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(half) in said and "dead/summary.json.part" in said and "alive" not in said
