@@ -43,8 +43,13 @@ class MarkedFolder:
     As a context manager it removes the folder at the end, unless that was moved to its target.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, without_locks: bool = False) -> None:
         """Makes the folder, or takes over and empties one that a dead process left.
+
+        Args:
+            path: the folder.
+            without_locks: whether to work also where the file system has no locks. A cleanup removes nothing there, and
+                two processes that write to one target at once are not told apart.
 
         Raises:
             CheckpointError: the folder is not this library's, or another process works in it.
@@ -53,6 +58,7 @@ class MarkedFolder:
         """
         self.path = path
         self._lock: int | None = None
+        self._without_locks = without_locks
         until = time.monotonic() + _PATIENCE_SECONDS
         while (descriptor := self._made_or_taken()) is None:
             if time.monotonic() > until:
@@ -81,7 +87,7 @@ class MarkedFolder:
                     f"another name for what is to be written"
                 ) from None
         try:
-            return _locked(self.path, create=True)
+            return _locked(self.path, create=True, without_locks=self._without_locks)
         except ConfigError:
             if not is_marked(self.path / MARK):
                 (self.path / MARK).unlink(missing_ok=True)
@@ -232,7 +238,7 @@ def _size(entry: Any) -> int:
     return int(entry.stat(follow_symlinks=False).st_size)
 
 
-def _locked(path: Path, *, create: bool) -> int | None:
+def _locked(path: Path, *, create: bool, without_locks: bool = False) -> int | None:
     """A descriptor of the locked file for the mark in `path`; None if another process has it, or removes the folder."""
     mark = path / MARK
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
@@ -243,6 +249,10 @@ def _locked(path: Path, *, create: bool) -> int | None:
     mine = False
     try:
         mine = lock(descriptor, mark) and _is_in(descriptor, path)
+    except ConfigError:
+        if not without_locks:
+            raise
+        mine = True
     finally:
         if not mine:
             os.close(descriptor)

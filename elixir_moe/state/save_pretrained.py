@@ -281,7 +281,7 @@ class _Writer:
             self._group_of |= dict.fromkeys(names, names)
             out |= _to_files(model, {name: tensors[name] for name in names})
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._work = MarkedFolder(self._partial)
+        self._work = MarkedFolder(self._partial, without_locks=True)
         sizes = {key: tensor.nbytes for key, tensor in out.items()}
         files = files_of(sizes, max_file_bytes)
         if len(files) > 1:

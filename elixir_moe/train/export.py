@@ -100,7 +100,7 @@ def export(run: Path, out: Path | None = None, what: str | None = None) -> Expor
     if checkpoint is None:
         raise ConfigError(f"{str(run)!r} has no checkpoint yet: let it save one (save: true in its control.yaml)")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with MarkedFolder(partial_of(out)) as folder:
+    with MarkedFolder(partial_of(out), without_locks=True) as folder:
         found = _written(config, checkpoint, folder.path, what)
         folder.move_to(out)
     return Exported(out=str(out), what=what, checkpoint=str(checkpoint), compared=config.recipe().compares, **found)

@@ -186,8 +186,10 @@ def test_a_file_system_without_locks_is_named(
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.ddp())
     with pytest.raises(em.CheckpointError, match=said):
         em.save(tmp_path / "a", model, optimizer)
-    optimizer.close()
     assert not names_in(tmp_path)
+    em.save_pretrained(model, tmp_path / "hf")  # which needs no lock
+    assert names_in(tmp_path / "hf") == ["model.safetensors"]
+    optimizer.close()
     with pytest.raises(em.ConfigError, match=said):
         Claim(tmp_path, None)
     with pytest.raises(em.ConfigError, match=said):

@@ -228,6 +228,6 @@ def _made_for(out: Path, kind: str) -> MarkedFolder:
     _check_free(out, kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return MarkedFolder(partial_of(out))
+        return MarkedFolder(partial_of(out), without_locks=True)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be made: {error.strerror}; name another place") from error
