@@ -31,7 +31,9 @@
 //                    exponent = max(q of the block) without its mantissa bits
 //                    fine     = first q of the upper 8 octaves of m, or 4 of u
 //                    code     = q - fine + half                         from fine on
-//                               (q + two random bits >> 2) - fine / 4 + half   below: two bits of mantissa fewer
+//                               (q + two bits >> 2) - fine / 4 + half   below: two bits of mantissa fewer
+//
+//                The two bits are random for the block: those of its first element, and one more for each element on.
 //
 //                So codes are fine for gradients from 2^-8 of the block's largest up, and coarse down to 2^-39. Below
 //                that a first moment is 0. A second moment above zero never is: it gets the smallest code, or that of
@@ -46,7 +48,8 @@
 // bits serves all three; none shares its upper bits, which decide, with another:
 //
 //                  weight     exp_avg    exp_avg_sq
-//     codes        0 .. 15    0 .. 21    14 .. 31, 0 and 1
+//     codes        0 .. 15    0 .. 19    14 .. 31
+//     blocks                  20, 21     0, 1
 //     bfloat16     0 .. 15    8 .. 23    16 .. 31
 //
 // The word is the 32-bit finalizer "lowbias32" of C. Wellons (hash-prospector, 2018) of index ^ key[0], with key[1]

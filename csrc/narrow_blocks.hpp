@@ -23,17 +23,23 @@
 namespace elixir {
 namespace {
 
+/// The random words of elements with these indices.
+template <class Words>
+inline Words word_of(const NarrowArrays& a, Words index) {
+    Words x = index ^ a.key[0];
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = x ^ a.key[1];
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
 /// The random words of elements from i on, in the order of `Vec::low`, then in that of `Vec::high`.
 template <class V>
 inline typename V::I draw(const NarrowArrays& a, bool high, std::size_t i) {
     constexpr std::size_t part = V::width < 4 ? V::width : 4;
     typename V::I x;
     for (std::size_t lane = 0; lane < V::width; ++lane) x[lane] = lane + (lane / part + high) * part;
-    x = (x + (a.first + static_cast<std::uint32_t>(i))) ^ a.key[0];
-    x = (x ^ x >> 16) * 0x7feb352du;
-    x = x ^ a.key[1];
-    x = (x ^ x >> 15) * 0x846ca68bu;
-    return x ^ x >> 16;
+    return word_of<typename V::I>(a, x + (a.first + static_cast<std::uint32_t>(i)));
 }
 
 /// The upper half of a float after random bits were added to the lower one. A NaN stays one: the lower half of what
@@ -150,13 +156,33 @@ inline typename V::H step_of(const Base<V>& base, typename V::H code) {
     return zero_where_zero(smaller<typename V::H>(code + base.fine, (code + base.coarse) << 2), code);
 }
 
-/// The new steps of a block, with the random bits of coarse ones above: exp_avg has the sign in bit 11, and its random
-/// bits from 12 on, exp_avg_sq from 13 on.
+/// The two random bits of each coarse step of a block: those of its first word, and counted on from there.
+template <class V>
+struct Turns {
+    typename V::H avg, sq;
+};
+
+template <class V>
+inline Turns<V> turns_of(std::uint32_t word) {
+    typename V::H lanes;
+    for (std::size_t lane = 0; lane < 2 * V::width; ++lane) lanes[lane] = static_cast<std::uint16_t>(lane);
+    const auto from = [&](std::uint32_t bits) ->
+        typename V::H { return (lanes + static_cast<std::uint16_t>(bits & 3)) & 3; };
+    return {from(word >> 20), from(word)};
+}
+
+/// The turns of the element at `i` and those behind it: the first ones again, where a register has whole rounds.
+template <class V>
+inline typename V::H turn_at(typename V::H turns, std::size_t i) {
+    return V::width > 1 ? turns : (turns + static_cast<std::uint16_t>(i)) & 3;
+}
+
+/// The new steps of a block; those of exp_avg have the sign in bit 11.
 struct Steps {
     alignas(64) std::uint16_t avg[kCodeBlock];
     alignas(64) std::uint16_t sq[kCodeBlock];
 };
-constexpr std::uint16_t kStepsAvg = 0x7ff, kStepsSq = 0x1fff;
+constexpr std::uint16_t kSteps = 0x7ff;
 
 template <class V>
 inline typename V::Floats decode_avg(const NarrowArrays& a, const Base<V>& base, std::size_t i) {
@@ -237,18 +263,16 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
         if (a.compute_dtype == Dtype::float16) store_float16s<V>(a.compute, i, p);
     }
     if constexpr (moments == Moments::code) {
-        const auto avg = [](typename V::F x, I r) {
-            return (std::bit_cast<I>(x) + (r & 0xfffff)) >> kAvg.shift | (r >> 8 & 0x3000);
-        };
+        const auto avg = [](typename V::F x, I r) { return (std::bit_cast<I>(x) + (r & 0xfffff)) >> kAvg.shift; };
         const auto sq = [](typename V::F root, I r) {
-            return (std::bit_cast<I>(V::sqrt(root)) + (r >> 14)) >> kSq.shift | (r & 3) << 13;
+            return (std::bit_cast<I>(V::sqrt(root)) + (r >> 14)) >> kSq.shift;
         };
         const auto q_avg = V::pack(avg(m.low, random_low), avg(m.high, random_high));
         const auto q_sq = V::pack(sq(root_low, random_low), sq(root_high, random_high));
         store(steps.avg + (i - at), q_avg);
         store(steps.sq + (i - at), q_sq);
-        top_avg = larger<typename V::H>(top_avg, q_avg & kStepsAvg);
-        top_sq = larger<typename V::H>(top_sq, q_sq & kStepsSq);
+        top_avg = larger<typename V::H>(top_avg, q_avg & kSteps);
+        top_sq = larger<typename V::H>(top_sq, q_sq);
     } else if constexpr (moments == Moments::bfloat16) {
         const auto avg = [](typename V::F x, I r) { return random_bfloat16<V>(x, r >> 8 & 0xffff); };
         const auto sq = [](typename V::F x, I r) { return above_zero<V>(random_bfloat16<V>(x, r >> 16), x); };
@@ -261,14 +285,15 @@ inline void update(const NarrowArrays& a, const AdamConstants& c, const Bases<V>
 }
 
 template <class V>
-inline void encode(const NarrowArrays& a, const Bases<V>& bases, const Steps& steps, std::size_t at, std::size_t i) {
+inline void encode(const NarrowArrays& a, const Bases<V>& bases, const Turns<V>& turns, const Steps& steps,
+                   std::size_t at, std::size_t i) {
     using H = typename V::H;
     const H avg = load<H>(steps.avg + (i - at));
-    const H size = code_of<V>(bases.avg, avg & kStepsAvg, avg >> 12);
+    const H size = code_of<V>(bases.avg, avg & kSteps, turn_at<V>(turns.avg, i - at));
     store_bytes<V>(a.exp_avg, i, zero_where_zero<H>(size | (avg >> 4 & 128), size));
-    const H sq = load<H>(steps.sq + (i - at)), q = sq & kStepsSq;
-    const H code = larger<H>(code_of<V>(bases.sq, q, sq >> 13), bases.sq.first);
-    store_bytes<V>(a.exp_avg_sq, i, zero_where_zero<H>(code, q));
+    const H sq = load<H>(steps.sq + (i - at));
+    const H code = larger<H>(code_of<V>(bases.sq, sq, turn_at<V>(turns.sq, i - at)), bases.sq.first);
+    store_bytes<V>(a.exp_avg_sq, i, zero_where_zero<H>(code, sq));
 }
 
 /// Updates the blocks of elements [begin, end), all of them whole.
@@ -294,7 +319,9 @@ void update_blocks(const NarrowArrays& arrays, const AdamConstants& constants, s
             a.exponents_avg[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_avg);
             a.exponents_sq[at / kCodeBlock] = static_cast<std::uint8_t>(exponent_sq);
             bases = {base_of<Vec>(kAvg, exponent_avg), base_of<Vec>(kSq, exponent_sq)};
-            for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width) encode<Vec>(a, bases, steps, at, i);
+            const auto turns = turns_of<Vec>(word_of(a, a.first + static_cast<std::uint32_t>(at)));
+            for (std::size_t i = at; i < at + kCodeBlock; i += 2 * Vec::width)
+                encode<Vec>(a, bases, turns, steps, at, i);
         }
     }
 }

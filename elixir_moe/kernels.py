@@ -359,8 +359,9 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, ra
     if random is None:
         low, two = torch.tensor(1 << (coding.shift - 1), device=bits.device), torch.tensor(2, device=bits.device)
     else:
-        low, two = (random & 0xFFFFF, random >> 20 & 3) if signed else (random >> 14, random & 3)
-        two = _in_blocks(two.int())
+        low = random & 0xFFFFF if signed else random >> 14
+        drawn = _in_blocks(random)[:, :1] >> (20 if signed else 0)
+        two = (drawn + torch.arange(CODE_BLOCK, device=bits.device) & 3).int()
     q = _in_blocks(((bits & 0x7FFFFFFF) + low.int()) >> coding.shift)
     top = (q.amax(dim=1) >> (23 - coding.shift)).clamp_(min=coding.least)
     fine, coarse, least = coding.bases(top)

@@ -53,13 +53,14 @@ def in_codes(values: list[float], words: list[int], *, signed: bool) -> list[flo
     found: list[float] = []
     for start in range(0, len(values), CODE_BLOCK):
         block = [abs(x) if signed else float(np.sqrt(np.sqrt(np.float32(x)))) for x in values[start:][:CODE_BLOCK]]
-        drawn = [(w % 2**20, w >> 20 & 3) if signed else (w >> 14, w & 3) for w in words[start:][:CODE_BLOCK]]
-        q = [(bits_of(x) + low) >> shift for x, (low, _) in zip(block, drawn, strict=True)]
+        drawn = [w % 2**20 if signed else w >> 14 for w in words[start:][:CODE_BLOCK]]
+        of_block = words[start] >> 20 if signed else words[start]
+        q = [(bits_of(x) + low) >> shift for x, low in zip(block, drawn, strict=True)]
         top = max(least, max(q) >> 23 - shift)
         fine = (top + 1 << 23 - shift) - half
         lowest = fine - 4 * half + 4
-        for x, steps, (_, two) in zip(values[start:], q, drawn, strict=False):
-            kept = steps if steps >= fine else (steps + two) // 4 * 4
+        for place, (x, steps) in enumerate(zip(values[start:], q, strict=False)):
+            kept = steps if steps >= fine else (steps + (of_block + place) % 4) // 4 * 4
             if signed:
                 kept = kept if kept >= lowest else 0
             else:
