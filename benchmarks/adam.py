@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import in_turn
 from benchmarks.workload import SEED
-from elixir_moe.kernels import CODE_BLOCK, Rounding, adam_step, encode, narrow_step
+from elixir_moe.kernels import CODE_BLOCK, Moment, Rounding, adam_step, encode, narrow_step
 
 BYTES_READ_AND_WRITTEN = 14
 """A parameter: half of 28, since a stream that updates in place passes each byte twice."""
@@ -42,8 +42,10 @@ def ours(shard: Shard) -> Callable[[int], None]:
     return step
 
 
-def narrow(shard: Shard) -> Callable[[int], None]:
-    """One pass over a bf16 weight and moments of 8 bits, made of the shard's: 6 bytes a parameter instead of 16."""
+def narrow(shard: Shard, moments: str) -> Callable[[int], None]:
+    """One pass over a bf16 weight and `moments` in bf16 or int8, made of the shard's: 8 or 6 bytes a parameter, with
+    the gradient, instead of 16.
+    """
 
     def codes(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         blocks = -(-values.numel() // CODE_BLOCK)
@@ -52,7 +54,10 @@ def narrow(shard: Shard) -> Callable[[int], None]:
         return made
 
     weight = shard.master.bfloat16()
-    exp_avg, exp_avg_sq = codes(shard.exp_avg, signed=True), codes(shard.exp_avg_sq, signed=False)
+    exp_avg: Moment = shard.exp_avg.bfloat16()
+    exp_avg_sq: Moment = shard.exp_avg_sq.bfloat16()
+    if moments == "int8":
+        exp_avg, exp_avg_sq = codes(shard.exp_avg, signed=True), codes(shard.exp_avg_sq, signed=False)
 
     def step(number: int) -> None:
         rounding = Rounding.of(SEED, "weight", number, 0)

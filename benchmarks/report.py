@@ -8,7 +8,8 @@ Owns the formats. `build/bench.json`::
 
 `ratio` is the median over rounds of the times ours / peer, `spread` its quartiles; `ours` and `theirs` are medians in
 `unit`, of a step or a call, or as a rate. A row without a peer has neither `theirs` nor a ratio: its `spread` and
-`limit` are those of `ours`. One that could not be measured says why in `note` and has none of them.
+`limit` are those of `ours`. One that could not be measured says why in `note` and has none of them. One whose limit
+cannot hold on this kind of machine has no `limit`, and names it in `note`.
 """
 
 import json
@@ -79,6 +80,11 @@ def unmeasured_row(what: dict[str, Any], reason: str) -> dict[str, Any]:
     return what | {"ratio": None, "spread": None, "unit": "ms", "ours": None, "theirs": None, "note": reason}
 
 
+def without_limit(row: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A measured row whose limit is for another kind of machine, which `kind` names."""
+    return row | {"limit": None, "note": f"the limit of {row['limit']} is for {kind}"}
+
+
 def spread(values: list[float]) -> list[float]:
     """Lower and upper quartile."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
@@ -99,10 +105,11 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
-        between = row["note"] or f"{row['spread'][0]:.3g} – {row['spread'][1]:.3g}"
+        between = f"{row['spread'][0]:.3g} – {row['spread'][1]:.3g}" if row["spread"] else row["note"]
         cells = [row["name"], row["peer"], row["workload"], row["ranks"], row["ratio"], between, row["limit"]]
         lines.append("| " + " | ".join(_cell(c) for c in [*cells, row["ours"], row["theirs"], row["unit"]]) + " |")
-    lines += [""] * bool(result["workloads"])
+    notes = [f"- {row['name']}: {row['note']}" for row in result["rows"] if row["note"] and row["spread"]]
+    lines += [*[""] * bool(notes), *notes, *[""] * bool(result["workloads"])]
     for key, w in result["workloads"].items():
         size = f"sequence {w['seq_len']}, batch {w['batch']} a rank, {w['parameters'] / 1e6:.1f} M parameters"
         lines.append(f"- {key}: {w['name']}, {size}")
