@@ -224,7 +224,7 @@ def _wrapped(
             shared=home.memory,
             rank=dist.get_rank(),
         )
-        most = schedule.gradient_blocks(plan.blocks(layout), len(layout.cached))
+        most = schedule.gradient_blocks(plan.blocks(layout))
         blocks = Blocks(layout, plan.blocks(layout), most, shards, device, statistics, streams.allocating)
         return shards, blocks, Passage(layout, device)
 

@@ -127,10 +127,9 @@ class Schedule:
         """The most chunks whose weights are held at once."""
         return max(self._held_together(lambda item: item >= 0), default=0)
 
-    def gradient_blocks(self, blocks: int, weights: int) -> int:
-        """Blocks that gradients may use at once, of `blocks` in all; no block of weights if all `weights` have one."""
-        foreseen = self.open_gradients()
-        return foreseen if blocks >= weights + foreseen else max(foreseen, blocks - self.most_weights())
+    def gradient_blocks(self, blocks: int) -> int:
+        """Blocks that gradients may use at once, of `blocks` in all."""
+        return max(self.open_gradients(), blocks - self.most_weights())
 
     def open_gradients(self) -> int:
         """The most chunks whose gradients have a block at once."""

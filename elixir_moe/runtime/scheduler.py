@@ -372,8 +372,8 @@ class Scheduler:
 
     def _has_gradient_block(self, chunk: Chunk) -> bool:
         """Requests a block for the gradients of `chunk`; returns whether they got one."""
-        if self._gradient_blocks >= self._blocks.for_gradients:
-            return False
+        if self._gradient_blocks >= (self._blocks.foreseen_gradients if self._apart else self._blocks.for_gradients):
+            return False  # where ranks differ, weights leave for no gradients: each rank would drop others
         item = gradients_of(chunk.spec.index)
         try:
             self._ask(ACQUIRE, (item,), tracked=True, who=f"a gradient of {chunk.label}")
