@@ -56,6 +56,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+_NEEDED = importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION
+needs_add_adapter = pytest.mark.skipif(
+    Version(peft.__version__) < Version(_NEEDED),
+    reason=f"add_adapter of this transformers needs peft {_NEEDED}, and peft {peft.__version__} is installed",
+)
+
+
 def base() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -232,7 +239,7 @@ def prompts_refused(folder: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["peft's model", "adapters of transformers' own"])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=needs_add_adapter)], ids=["peft's", "transformers'"])
 def test_adapters_open_from_another_folder(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
 ) -> None:
@@ -489,13 +496,6 @@ def own_adapters_trained(folder: Path) -> dict[str, Tensor]:
     optimizer.close()
     gc.collect()
     return state
-
-
-_NEEDED = importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION
-needs_add_adapter = pytest.mark.skipif(
-    Version(peft.__version__) < Version(_NEEDED),
-    reason=f"add_adapter of this transformers needs peft {_NEEDED}, and peft {peft.__version__} is installed",
-)
 
 
 @needs_add_adapter
