@@ -5,20 +5,24 @@ Owns the number of ranks and what is printed at the end. Decides nothing: TRL tr
 
 import argparse
 import json
+import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from elixir_moe.cli.ending import number_of_ranks, rank_here
+from elixir_moe.cli.ending import leave, number_of_ranks, rank_here
 from elixir_moe.errors import ConfigError
+from elixir_moe.names import TRAINERS
 from elixir_moe.train import launch
+from elixir_moe.train.control import INTERRUPTED, Signals, exit_code_of, named
 
 
 def run(known: argparse.Namespace) -> int:
-    """Fine-tunes; returns 0."""
+    """Fine-tunes; returns the exit code."""
     try:
         from elixir_moe.finetune.arguments import parse, parser_of
-        from elixir_moe.finetune.run import finetune
+        from elixir_moe.finetune.run import StopAtSignal, finetune
     except ModuleNotFoundError as error:
         raise ConfigError(f"{known.verb} needs {error.name}: pip install trl peft") from error
 
@@ -31,14 +35,30 @@ def run(known: argparse.Namespace) -> int:
     if ranks > 1 and not launch.under_torchrun():
         launch.launch(ranks, known.arguments, threads=1)
         return 0
-    trainer = finetune(given)
-    folder = given.training.output_dir
-    if rank_here() == 0 and known.json:
-        print(json.dumps({"output_dir": folder, "log": trainer.state.log_history}))
-    elif rank_here() == 0:
-        what = "the adapters are" if given.model.use_peft else "the model is"
-        print(f"Trained: {what} in {folder}, for {'PeftModel.' if given.model.use_peft else ''}from_pretrained.")
-        print("To continue a run that was stopped: the same command with --resume_from_checkpoint true.")
+    folder, shown = given.training.output_dir, rank_here() == 0
+    if shown and not known.json and not known.quiet:
+        print(
+            f"Fine-tunes {given.model.model_name_or_path} by TRL's {TRAINERS[given.kind]}Trainer, ranks: {ranks}. "
+            f"Ctrl-C saves and ends it. Files go to {folder}",
+            flush=True,
+        )
+    with Signals(partial(leave, INTERRUPTED), tells=shown) as signals:
+        stop = StopAtSignal(signals)
+        trainer = finetune(given, stop)
     trainer.model._elixir.optimizer.close()
     dist.destroy_process_group()
+    if stop.received:
+        step, code = trainer.state.global_step, exit_code_of(stop.received)
+        text = (
+            f"stopped after step {step} by {named(stop.received)}; the state is saved in {folder}/checkpoint-{step}; "
+            f"the same command with --resume_from_checkpoint true resumes it"
+        )
+        if not launch.leave_error(text, code) and shown:
+            print(f"elixir-moe: {text}", file=sys.stderr)
+        return code
+    if shown and known.json:
+        print(json.dumps({"output_dir": folder, "log": trainer.state.log_history}))
+    elif shown:
+        what = "the adapters are" if given.model.use_peft else "the model is"
+        print(f"Trained: {what} in {folder}, for {'PeftModel.' if given.model.use_peft else ''}from_pretrained.")
     return 0

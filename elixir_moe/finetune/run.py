@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError
 from elixir_moe.finetune.arguments import Arguments
 from elixir_moe.integrations.transformers import ElixirMixin
@@ -33,6 +34,7 @@ from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.quantized.convert import quantize
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.spreading import spread_experts
+from elixir_moe.train.control import Signals
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model's repository has for a training: its config, weights and tokenizer."""
@@ -42,8 +44,23 @@ _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
 
 
-def finetune(given: Arguments) -> Any:
-    """Trains, saves into ``--output_dir``, and returns the trainer. Collective.
+class StopAtSignal(transformers.TrainerCallback):
+    """Ends a training, with a checkpoint, after the step in which some rank received a signal."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self.received = 0
+        """The number of the signal, the same on all ranks; 0 if none."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called after each step. Collective."""
+        self.received = max(gathered(self._signals.received))
+        if self.received:
+            control.should_save = control.should_training_stop = True
+
+
+def finetune(given: Arguments, stop: StopAtSignal | None = None) -> Any:
+    """Trains, saves into ``--output_dir`` unless a signal has ended it, and returns the trainer. Collective.
 
     Raises:
         ConfigError: the model, the data or a setting cannot be used; before any weight is read.
@@ -72,9 +89,12 @@ def finetune(given: Arguments) -> Any:
         processing_class=tokenizer,
         plan=_plan(given, model),
         wrap={} if given.kind == "reward" else {"weights": folder},
+        callbacks=None if stop is None else [stop],
         **more,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if stop is not None and stop.received:
+        return trainer
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=given.script.dataset_name)
