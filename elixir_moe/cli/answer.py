@@ -5,6 +5,7 @@ Owns the sentences and the further searches behind them. Decides nothing: `searc
 
 import argparse
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -34,14 +35,10 @@ _AMORTISED = 0.1
 """Part of a step that updates may take once they are amortised."""
 _WORTH = 0.01
 """Part of a step below which a saving is not worth naming."""
-_AS_USUAL: dict[str, Any] = {
-    "lora.alpha": Lora().alpha,
-    "run.loss": "whole",
-    "run.accumulation": 1,
-    "plan.master": "fp32",
-    "plan.moments": "fp32",
-}
-"""Defaults of `train`, which need not be said."""
+_WIDTH = 80
+"""Columns of the answer."""
+_AS_USUAL: dict[str, Any] = {"gradient_accumulation_steps": 1, "plan_master": "fp32", "plan_moments": "fp32"}
+"""Defaults of `sft`, which need not be given."""
 _IN_WORDS = {
     "b_c2g": "{:g} GB/s from host to GPU",
     "b_g2c": "{:g} GB/s from GPU to host",
@@ -77,14 +74,12 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer, in one line and in many."""
+    """The answer, short and in full."""
 
-    summary: str
-    """Whether it fits, its seconds and what to run, or what would make it fit."""
+    summary: tuple[str, ...]
+    """Whether it fits, its memory and seconds and what to run, or what would make it fit. Lines of 80 columns."""
     further: tuple[str, ...]
     """What takes further searches."""
-    command: tuple[str, ...]
-    """The `elixir-moe train` of what was asked, if it can do it."""
     sentences: tuple[str, ...]
     """All, one line for each part of the answer."""
 
@@ -99,24 +94,59 @@ def answered(asked: Asked) -> Answer:
         helps.append(f"Tiles would need less device memory, but {asked.untiled}.")
     lines = [_question(asked), *_memory(asked), *helps, *_speed(asked), *further]
     lines.append(_error(asked.task.hardware, asked.task.gpus))
-    command: list[str] = []
+    command = None if asked.choice is None else _sft(asked, asked.choice)
     if asked.choice is not None:
-        command = [f"By command: {line}" for line in _train_lines(asked, asked.choice)]
-        lines += [f"To paste: {_to_paste(asked, asked.choice)}", *command]
-    return Answer(
-        summary=_summary(asked, helps), further=tuple(further), command=tuple(command), sentences=tuple(lines)
-    )
+        lines.append(f"To paste: {_to_paste(asked, asked.choice)}")
+        lines += [] if command is None else [f"By command: {' '.join(command)}"]
+    return Answer(summary=tuple(_summary(asked, helps, command)), further=tuple(further), sentences=tuple(lines))
 
 
-def _summary(asked: Asked, helps: Sequence[str]) -> str:
-    choice, task = asked.choice, asked.task
+def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) -> Iterator[str]:
+    choice, task, hardware = asked.choice, asked.task, asked.task.hardware
+    assumed = "" if "cpu_bytes" not in hardware.of_origin("assumed") else " (assumed, say --host-memory)"
+    machine = f"{task.gpus} x {hardware.name}, {_gib(hardware.cpu_bytes)} of host memory{assumed}"
     if choice is None:
-        return " ".join([f"{asked.given.name} does not fit: {asked.reason}.", *helps])
-    trust = "" if task.hardware.mean_error is not None else " by assumed figures (see --details)"
-    return (
-        f"{asked.given.name} fits on {task.gpus} x {task.hardware.name}: about {seconds_text(choice.seconds.step)} a "
-        f"step, {tokens_per_second(choice):,.0f} tokens a second{trust}. To run: {_to_paste(asked, choice)}"
-    )
+        yield from _wrapped(f"{asked.given.name} does not fit on {machine}: {asked.reason}.")
+        for each in helps:
+            yield from _wrapped(each)
+        return
+    yield from _wrapped(f"{asked.given.name} fits on {machine}.")
+    ranks = min(task.gpus, hardware.gpus_per_node)
+    device, host = choice.task.held_bytes(choice.size)
+    peak, host = cost.device_peak(choice.task.profile, device, task.imbalance), host + choice.task.kept_bytes
+    seconds, size = choice.seconds, choice.size
+    if hardware.one_memory:
+        yield f"  memory  {_gib(peak + host)} of the {_gib(task.capacity_bytes)} that GPU and host share"
+    else:
+        yield f"  VRAM    {_gib(peak)} of {_gib(task.capacity_bytes)} on each GPU"
+        yield f"  RAM     {_gib(host * ranks)} of {_gib(task.host_bytes * ranks)} on a host, which leaves a reserve"
+    if size.disk_bytes:
+        yield f"  disk    {_gib(size.disk_bytes * ranks)} of a host's disk"
+    trust = "" if hardware.mean_error is not None else ", by assumed figures (--details)"
+    yield f"  speed   {seconds_text(seconds.step)} a step, {tokens_per_second(choice):,.0f} tokens/s{trust}"
+    parts = {"compute": seconds.compute, "to the GPU": seconds.fetch, "from the GPU": seconds.offload}
+    parts |= {"between GPUs": seconds.exposed, "updates": _updates(choice)}
+    shown = [f"{name} {seconds_text(value)}" for name, value in parts.items() if value > _WORTH * seconds.step]
+    yield from _wrapped(f"  of it   {', '.join(shown)}", "          ")
+    if command is not None:
+        yield "By command:"
+        yield from _wrapped(" ".join(command), "    ", first="  ", end=" \\")
+    yield "In a script:"
+    for line in _to_paste(asked, choice).split("; then: "):
+        yield from _wrapped(line, "      ", first="  ")
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"
+
+
+def _wrapped(text: str, indent: str = "", first: str = "", end: str = "") -> list[str]:
+    """The text in lines of at most 80 columns, all but the last with `end`."""
+    lines = textwrap.wrap(
+        text, _WIDTH - len(end), initial_indent=first, subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip
+    return [line + end for line in lines[:-1]] + lines[-1:]
 
 
 def _to_paste(asked: Asked, choice: Choice) -> str:
@@ -127,32 +157,31 @@ def _to_paste(asked: Asked, choice: Choice) -> str:
     return packed + tiles + wrap_line(choice.plan, asked.known.dtype)
 
 
-def _train_lines(asked: Asked, choice: Choice) -> Iterator[str]:
-    """The `elixir-moe train` of what was asked, which searches again; nothing if it has no setting for a part of it."""
+def _sft(asked: Asked, choice: Choice) -> list[str] | None:
+    """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
     known, task = asked.known, asked.task
-    shipped = known.quantize is None and quantized_as(known) is not None  # `train` builds such a model in full
-    unlike = shipped or known.freeze is not None or known.optimizer != "adamw"
-    if asked.tiles is not None or known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
-        return
+    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16"
+    if known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
+        return None
     path = Path(known.config)
-    said: dict[str, Any] = {"model.hf": path if path.is_dir() else path.parent}
-    if known.checkpointing == "layers" and asked.given.model.supports_gradient_checkpointing:
-        said["model.checkpoint"] = "non_reentrant"
+    said: dict[str, Any] = {"model_name_or_path": path if path.is_dir() else path.parent, "dataset_name": "DATA"}
     if known.lora is not None:
         lora = Lora.parse(known.lora)
-        said |= {"lora.r": lora.r, "lora.alpha": lora.alpha}
-        said |= {f"lora.{name}": ",".join(getattr(lora, name)) for name in ("targets", "parameters")}
-    said |= {"quantize": None if known.quantize == UNQUANTIZED else known.quantize}
-    said |= {"data.file": "rows.jsonl", "data.seq_len": known.seq, "run.dtype": known.dtype, "run.loss": known.loss}
-    said |= {"run.global_batch": known.batch * task.gpus * known.accumulation, "run.accumulation": known.accumulation}
-    said |= {"plan.kind": "auto", "plan.budget": known.budget, "plan.disk": "DISK" if choice.plan.disk_chunks else None}
-    said |= {"plan.master": known.master, "plan.moments": known.moments}
-    words = [
-        f"--{name} {shlex.quote(str(value))}"
-        for name, value in said.items()
-        if value not in (None, "", _AS_USUAL.get(name))
-    ]
-    yield " ".join(["elixir-moe train", *words, *[f"--nproc {task.gpus}"] * (task.gpus > 1)])
+        said |= {"use_peft": True, "lora_r": lora.r, "lora_alpha": lora.alpha}
+        said |= {"lora_target_modules": lora.targets, "lora_target_parameters": lora.parameters}
+        said |= {"quantize": None if known.quantize == UNQUANTIZED else known.quantize}
+    said |= {"max_length": known.seq, "per_device_train_batch_size": known.batch}
+    said |= {"gradient_accumulation_steps": known.accumulation, "bf16": None if known.dtype == "bf16" else "false"}
+    recomputed = known.checkpointing == "layers" and asked.given.model.supports_gradient_checkpointing
+    said |= {"gradient_checkpointing": None if recomputed else "false", "plan_budget": known.budget}
+    said |= {"plan_disk": "DISK" if choice.plan.disk_chunks else None}
+    said |= {"plan_master": known.master, "plan_moments": known.moments, "output_dir": "OUT"}
+    words = ["elixir-moe sft"]
+    for name, value in said.items():
+        if value not in (None, (), _AS_USUAL.get(name)):
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            words.append(" ".join([f"--{name}", *(shlex.quote(str(each)) for each in values)]))
+    return [*words, *[f"--nproc {task.gpus}"] * (task.gpus > 1)]
 
 
 def _disk(asked: Asked) -> Iterator[str]:

@@ -262,7 +262,7 @@ def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
 
 def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, asked: Asked) -> str:
     task, choice = asked.task, asked.choice
-    lines = [answer.summary, *answer.further, *answer.command]
+    lines = [*answer.summary, *answer.further]
     if known.details:
         lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
         lines += answer.sentences

@@ -6,6 +6,7 @@ The oracle is TRL's script in the same process, which reads the same words and f
 import importlib
 import json
 import os
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -255,3 +256,47 @@ def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["sft", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("--nproc", "--plan_disk", "--quantize", "--num_train_epochs", "--lora_r"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        pytest.param(
+            ["--batch", "2", "--checkpointing", "none", "--dtype", "fp32"],
+            {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2},
+            marks=pytest.mark.slow,
+        ),
+        (
+            ["--accumulation", "2", "--lora", "r=2,targets=q_proj,v_proj", "--quantize", "int8", "--gpus", "2"],
+            {"gradient_accumulation_steps": 2, "scheme": "int8", "lora_r": 2, "lora_alpha": 16},
+        ),
+        (
+            ["--budget", "1 MiB", "--host-memory", "1 MiB", "--host-reserve", "0", "--disk-size", "1 TB"],
+            {"budget": "1 MiB"},
+        ),
+        (["--moments", "int8", "--master", "bf16"], {"moments": "int8", "master": "bf16"}),
+    ],
+    ids=["kept activations", "adapters", "disk", "narrow state"],
+)
+def test_the_command_that_plan_prints_trains_what_was_priced(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], wanted: dict[str, Any]
+) -> None:
+    from elixir_moe.finetune.arguments import parse
+
+    (_, model, _, data) = folder_of(tmp_path, "sft")
+    assert main(["plan", "--hf", model, "--gpu", "rtx-4090", "--seq", "32", *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    _, _, *words = shlex.split(next(line for line in found["answer"] if line.startswith("By command: "))[12:])
+    world = 2 if "--nproc" in words else 1
+    words = words[: words.index("--nproc")] if world > 1 else words
+    placed = {"DATA": data, "OUT": str(tmp_path / "out"), "DISK": str(tmp_path / "disk")}
+    (tmp_path / "disk").mkdir()
+    assert ("DISK" in words) == bool(found["disk_chunks"])
+    words = [*(placed.get(word, word) for word in words), "--use_cpu", "true", "--max_steps", "1"]
+    words += ["--save_strategy", "no", "--logging_steps", "1"]
+    given = parse("sft", words)
+    parts = given.training, given.model, given.plan, given
+    for name, value in ({"max_length": 32, "kind": "auto", "bf16": True} | wanted).items():
+        owner = next(part for part in parts if hasattr(part, name) and not (part is given and name == "kind"))
+        assert getattr(owner, name) == value, name
+    assert len(ranks(world).run(by_command, "sft", words, tmp_path / "out")[0]) == 1

@@ -357,19 +357,26 @@ def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.Capture
     assert "--moments" in capsys.readouterr().err
 
 
-def test_the_answer_for_people_is_one_line(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
     assert main(asked) == 0
-    told, command = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
     found = said(capsys, *asked[1:])
-    assert command == line(found, "By command: elixir-moe train --model.hf")
+    command = line(found, "By command: elixir-moe sft --model_name_or_path").removeprefix("By command: ")
+    predicted = found["predicted"]
+    for part in (
+        "fits on 1 x rtx-4090",
+        f"speed {seconds_text(predicted['step_seconds'])} a step, {predicted['tokens_per_second']:,.0f} tokens/s",
+        f"VRAM {predicted['device_peak_bytes'] / 2**30:.1f} GiB of",
+        f"RAM {predicted['host_bytes_per_rank'] / 2**30:.1f} GiB of",
+        f"By command: {command}",
+        f"In a script: {line(found, 'To paste').removeprefix('To paste: ')}",
+    ):
+        assert part in " ".join(told.replace("\\\n", " ").split()), part
     for other in (["--optimizer", "sgd"], ["--freeze", "*norm*"]):
         found_without = said(capsys, *asked[1:], *other)
-        assert not any("elixir-moe train" in one for one in found_without["answer"]), "train has no such setting"
-    predicted = found["predicted"]
-    assert f"fits on 1 x rtx-4090: about {seconds_text(predicted['step_seconds'])} a step" in told
-    assert f", {predicted['tokens_per_second']:,.0f} tokens a second" in told
-    assert told.endswith(f"To run: {line(found, 'To paste').removeprefix('To paste: ')}")
+        assert not any("elixir-moe sft" in one for one in found_without["answer"]), "sft has no such setting"
     assert main([*asked, "--details"]) == 0
     details = capsys.readouterr().out
     assert all(sentence in details for sentence in found["answer"])
@@ -388,8 +395,8 @@ def test_a_disk_that_makes_it_fit_is_named(mixture: str, capsys: pytest.CaptureF
     found = said(capsys, *asked, "--host-memory", "40 MiB", "--disk-size", told[1])
     assert seconds_text(found["predicted"]["step_seconds"]) == told[2]
     assert main(["plan", *asked, "--host-memory", "40 MiB"]) == 2
-    (one,) = capsys.readouterr().out.splitlines()
-    assert "does not fit" in one and told[0] in one
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in shown and told[0] in shown
     without = said(capsys, *asked, "--host-memory", "40 MiB", "--optimizer", "adamw-amsgrad", code=2)
     assert not any("A disk makes" in sentence for sentence in without["answer"]), "Adam's state alone can be there"
 

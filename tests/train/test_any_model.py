@@ -7,7 +7,6 @@ norms are compared within 1e-4.
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -722,56 +721,3 @@ def test_the_command_says_what_it_wrote(
     told = json.loads(capsys.readouterr().out)
     assert told["what"] == "adapter" and told["difference"] <= 1e-4 * told["largest"]
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "batch", "settings_asked"),
-    [
-        pytest.param(
-            ["--batch", "2", "--loss", "fused", "--checkpointing", "none", "--dtype", "fp32"],
-            2,
-            {"run.loss": "fused", "model.checkpoint": "none", "run.dtype": "fp32"},
-            marks=pytest.mark.slow,
-        ),
-        (
-            ["--accumulation", "2", "--lora", "r=2,targets=q_proj,v_proj", "--quantize", "int8", "--gpus", "2"],
-            4,
-            {"run.accumulation": 2, "lora.r": 2, "lora.targets": ("q_proj", "v_proj"), "quantize": "int8"},
-        ),
-        (
-            ["--budget", "1 MiB", "--host-memory", "1 MiB", "--host-reserve", "0", "--disk-size", "1 TB"],
-            1,
-            {"plan.budget": "1 MiB", "plan.disk": "FOLDER"},
-        ),
-        (["--moments", "int8", "--master", "bf16"], 1, {"plan.moments": "int8", "plan.master": "bf16"}),
-    ],
-    ids=["kept activations", "adapters", "disk", "narrow state"],
-)
-def test_the_command_that_plan_prints_trains_what_was_priced(
-    asked: list[str],
-    batch: int,
-    settings_asked: dict[str, Any],
-    folders: Path,
-    ranks: Ranks,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = model_folder(tmp_path / "model", "Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=12)
-    machine = ["--gpu", "rtx-4090", "--seq", "32"]
-    assert main(["plan", "--hf", str(folder), *machine, *asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    words = shlex.split(next(line for line in found["answer"] if line.startswith("By command: ")))[4:]
-    said = dict(zip(words[::2], words[1::2], strict=True))
-    gpus = int(said.pop("--nproc", 1))
-    placed = {"--data.file": str(folders / "rows.jsonl"), "--plan.disk": str(tmp_path)}
-    assert "--plan.disk" in said or not found["disk_chunks"]
-    pairs = [(name.removeprefix("--"), placed.get(name, value)) for name, value in said.items()]
-    config = settings.build(TrainConfig, {"plan": {}, "run": {"out": str(tmp_path / "out"), "steps": 1}}, pairs)
-    wanted = {"model.checkpoint": "non_reentrant", "run.dtype": "bf16", "run.loss": "whole", "lora.r": None}
-    wanted |= {"run.accumulation": 1, "quantize": None, "plan.kind": "auto", "plan.disk": None, "plan.budget": None}
-    wanted |= {"plan.master": None, "plan.moments": None, "data.seq_len": 32, "run.global_batch": batch}
-    for name, value in (wanted | settings_asked).items():
-        section, _, key = name.rpartition(".")
-        part = getattr(config, section) if section else config
-        assert getattr(part, key, None) == (str(tmp_path) if value == "FOLDER" else value), name
-    assert ranks(gpus).run(run, config, None, 0, True)[0]["ended"] == ""
