@@ -390,26 +390,26 @@ class Hooks:
     def _find_awaited(self, ahead: Sequence[tuple[int, Unit]]) -> Sequence[ParamId] | None:
         """As `StepMachine.begin` describes it; `torch.autograd.grad` brings no gradients of parameters.
 
-        Ranks need not agree where requests decide no gathers of several ranks. Of a unit that chooses, they agree on
-        whether backward comes to it, so its first parameter stands for all. Reentrant checkpoints recompute into graphs
-        of their own, which nobody sees before, and only a backward that accumulates can run them.
+        Ranks need not agree where requests decide no gathers of several ranks, nor on a unit that chooses: a rank whose
+        tokens reach none of its experts passes its output on. Reentrant checkpoints recompute into graphs of their own,
+        which nobody sees before, and only a backward that accumulates can run them.
         """
         awaited: list[ParamId] = []
         brings = any(self.machine.past.unrecomputed.values())
         compares = self._scheduler.gathers_cached
         with torch.enable_grad(), DisableTorchFunctionSubclass():
             for unit in dict.fromkeys(unit for _, unit in reversed(ahead)):
-                compared = compares and self._scheduler.uses_cache(unit.chunks)
+                compared = compares and not unit.chooses and self._scheduler.uses_cache(unit.chunks)
                 for slot in unit.slots if compared or not brings else ():
                     try:
                         found = self._accumulates(slot)
                     except RuntimeError:  # torch's answer for an input of autograd.grad
                         return None
                     brings |= found
-                    if found and compared:
-                        awaited.append(unit.slots[0] if unit.chooses else slot)
-                    if found and (unit.chooses or not compared):
+                    if found and not compared:
                         break
+                    if found:
+                        awaited.append(slot)
         return awaited if brings else None
 
     def _accumulates(self, slot: ParamId) -> bool:
