@@ -130,7 +130,7 @@ def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) 
     yield from _wrapped(f"  of it   {', '.join(shown)}", "          ")
     if command is not None:
         yield "By command:"
-        yield from _wrapped(" ".join(command), "    ", first="  ", end=" \\")
+        yield from _continued(command)
     yield "In a script:"
     for line in _to_paste(asked, choice).split("; then: "):
         yield from _wrapped(line, "      ", first="  ")
@@ -140,13 +140,22 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:,.1f} GiB"
 
 
-def _wrapped(text: str, indent: str = "", first: str = "", end: str = "") -> list[str]:
-    """The text in lines of at most 80 columns, all but the last with `end`."""
-    lines = textwrap.wrap(
-        text, _WIDTH - len(end), initial_indent=first, subsequent_indent=indent, break_long_words=False,
-        break_on_hyphens=False, drop_whitespace=True,
-    )  # fmt: skip
-    return [line + end for line in lines[:-1]] + lines[-1:]
+def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
+    """The text in lines of 80 columns; a longer word has a line of its own."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _continued(command: Sequence[str]) -> Iterator[str]:
+    """A command of the shell in lines of 80 columns, between its parts."""
+    line = " "
+    for part in command:
+        if len(line) + len(part) + 3 > _WIDTH and line.strip():
+            yield f"{line} \\"
+            line = "   "
+        line += f" {part}"
+    yield line
 
 
 def _to_paste(asked: Asked, choice: Choice) -> str:
@@ -160,7 +169,7 @@ def _to_paste(asked: Asked, choice: Choice) -> str:
 def _sft(asked: Asked, choice: Choice) -> list[str] | None:
     """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
     known, task = asked.known, asked.task
-    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16"
+    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or asked.tiles is not None
     if known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
     path = Path(known.config)

@@ -6,6 +6,7 @@ Owns the number of ranks and what is printed at the end. Decides nothing: TRL tr
 import argparse
 import json
 import sys
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 
 import torch
@@ -44,15 +45,16 @@ def run(known: argparse.Namespace) -> int:
         )
     with Signals(partial(leave, INTERRUPTED), tells=shown) as signals:
         stop = StopAtSignal(signals)
-        trainer = finetune(given, stop)
+        with redirect_stdout(sys.stderr) if known.json or known.quiet else nullcontext():  # Trainer prints its losses
+            trainer = finetune(given, stop)
     trainer.model._elixir.optimizer.close()
     dist.destroy_process_group()
     if stop.received:
         step, code = trainer.state.global_step, exit_code_of(stop.received)
-        text = (
-            f"stopped after step {step} by {named(stop.received)}; the state is saved in {folder}/checkpoint-{step}; "
-            f"the same command with --resume_from_checkpoint true resumes it"
-        )
+        resumes = "the same command with --resume_from_checkpoint true resumes it"
+        if given.training.save_only_model:
+            resumes = "it cannot be resumed, since --save_only_model keeps no state of the optimizer"
+        text = f"stopped after step {step} by {named(stop.received)}; saved in {folder}/checkpoint-{step}; {resumes}"
         if not launch.leave_error(text, code) and shown:
             print(f"elixir-moe: {text}", file=sys.stderr)
         return code

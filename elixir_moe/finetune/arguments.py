@@ -115,6 +115,7 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         hint = meant(word, [option for action in parser._actions for option in action.option_strings])
         raise ConfigError(f"{kind}: unknown argument {word.partition('=')[0]}{hint and f'; {hint}'}")
     added, script, training, model, mixture = found
+    _refuse(training, model)
     if training.learning_rate is None:
         training.learning_rate = LEARNING_RATE["adapters" if model.use_peft else "full"]
     return Arguments(
@@ -127,6 +128,25 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         scheme=_scheme(model, added.quantize),
         ep=added.spread_experts,
     )
+
+
+def _refuse(training: Any, model: Any) -> None:
+    """Raises ConfigError for arguments of TRL that cannot be served under a plan, or would be passed over."""
+    template = getattr(training, "chat_template_path", None)
+    for asked, why in {
+        "--precompute_ref_log_probs": getattr(training, "precompute_ref_log_probs", False)
+        and "weights are read when the training begins; leave it out, and the reference is computed in each step",
+        "--chat_template_path": template
+        and not template.endswith((".jinja", ".j2"))
+        and "new tokens of another tokenizer would need rows that the model's folder lacks; give a .jinja file",
+        "--model_init_kwargs": training.model_init_kwargs
+        and "give --dtype, --attn_implementation and --model_revision instead",
+        "--use_bnb_nested_quant": model.use_bnb_nested_quant
+        and "scales of --quantize nf4 are not quantized; leave it out",
+        "--bnb_4bit_quant_storage": model.bnb_4bit_quant_storage and "bytes of --quantize are bytes; leave it out",
+    }.items():
+        if why:
+            raise ConfigError(f"{asked} is not served under a plan: {why}")
 
 
 def _plan(added: Any) -> PlanConfig:

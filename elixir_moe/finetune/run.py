@@ -7,7 +7,7 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model's repository has for a training: its config, weights and tokenizer."""
 _TRUST = "read that code, and give --trust_remote_code true with a local folder of the model to run it"
 _DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
+"""What TRL's script gives to the maker of this reward."""
 _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
 
@@ -88,10 +90,12 @@ def finetune(given: Arguments, stop: StopAtSignal | None = None) -> Any:
         eval_dataset=data[given.script.dataset_test_split] if training.eval_strategy != "no" else None,
         processing_class=tokenizer,
         plan=_plan(given, model),
-        wrap={} if given.kind == "reward" else {"weights": folder},
+        wrap={} if _is_whole(given) else {"weights": folder},
         callbacks=None if stop is None else [stop],
         **more,
     )
+    if "ref" in getattr(trainer.model, "peft_config", {}):  # TRL's copy of adapters that have not been trained
+        trainer.model.delete_adapter("ref")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if stop is not None and stop.received:
         return trainer
@@ -136,34 +140,45 @@ def _data(given: Arguments) -> Any:
         if split not in found:
             raise ConfigError(
                 f"the data set has no split {split!r}, only {', '.join(found)}: choose with --dataset_train_split and "
-                f"--dataset_test_split, or split it with test_split_size"
+                f"--dataset_test_split"
             )
     return found
 
 
+def _is_whole(given: Arguments) -> bool:
+    """Whether each rank builds the model whole: a reward's head is drawn, and DoRA computes from the base."""
+    return given.kind == "reward" or (given.model.use_peft and given.model.use_dora)
+
+
 def _model(given: Arguments, folder: str) -> nn.Module:
-    """The model of a folder, with its adapters and its frozen weights in few bytes; without memory, but of `reward`."""
+    """The model of a folder, with its adapters and its frozen weights in few bytes; without memory where it can be."""
     words, training = given.model, given.training
+    trust = {"trust_remote_code": training.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, **trust)
     except Exception as error:  # transformers checks its settings with error types of its own
         why = reason_of(error, folder, _TRUST)
         raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
-    config._name_or_path = folder if Path(words.model_name_or_path).is_dir() else words.model_name_or_path
-    chosen: dict[str, Any] = {"dtype": torch.float32 if words.dtype in (None, "auto") else getattr(torch, words.dtype)}
+    dtype = config.dtype or torch.float32 if words.dtype == "auto" else getattr(torch, words.dtype or "float32")
+    chosen: dict[str, Any] = {"dtype": dtype, **trust}
     if words.attn_implementation is not None:
         chosen["attn_implementation"] = words.attn_implementation
     transformers.set_seed(training.seed)
-    with sharded_init() if given.kind != "reward" else nullcontext():
+    with nullcontext() if _is_whole(given) else sharded_init():
         try:
-            if given.kind == "reward":  # its head is drawn, since most folders lack it
+            if given.kind == "reward":
                 model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **chosen)
+            elif _is_whole(given):
+                model = AutoModelForCausalLM.from_pretrained(folder, **chosen)
             else:
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=training.trust_remote_code, **chosen)
+                model = AutoModelForCausalLM.from_config(config, **chosen)
                 transformers.set_seed(training.seed)  # adapters are drawn as by TRL, which draws no weight before them
         except ValueError as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"--model_name_or_path {words.model_name_or_path}: {why}") from error
+        # Adapters name their base, by which others find it. TRL reads a reference model from there, in this revision.
+        named = words.use_peft and not Path(words.model_name_or_path).is_dir()
+        model.name_or_path = model.config._name_or_path = words.model_name_or_path if named else folder
         adapters = trl.get_peft_config(words)
         if adapters is None:
             return model
@@ -177,10 +192,11 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
     """The model with peft's adapters. Raises ConfigError."""
     import peft
 
-    if config.target_modules is not None and EXPERTS in config.target_modules:
+    targets = {config.target_modules} if isinstance(config.target_modules, str) else config.target_modules
+    if targets is not None and EXPERTS in targets:
         if not (found := fused_experts(model)):
             raise ConfigError(f"--lora_target_modules {EXPERTS}: {type(model).__name__} has no fused experts")
-        others = config.target_modules - {EXPERTS}
+        others = targets - {EXPERTS}
         config.target_modules = "all-linear" if others == {"all-linear"} else others
         config.target_parameters = [*(config.target_parameters or ()), *found]
     try:
@@ -195,11 +211,12 @@ def _plan(given: Arguments, model: nn.Module) -> Plan | AutoPlan:
     """The plan; one that is searched traces a batch of the longest rows."""
     training = given.training
     rows = training.per_device_train_batch_size * (2 if given.kind in _PAIRS else 1)
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    longest = getattr(training, "max_length", None)
+    longest = getattr(training, "max_length", None) or 1024
     if given.kind == "grpo":
         longest = training.max_completion_length + (getattr(training, "max_prompt_length", None) or 512)
-    tokens = torch.zeros(rows, min(longest or 1024, config.max_position_embeddings), dtype=torch.long)
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    most = getattr(config, "max_position_embeddings", None) or longest
+    tokens = torch.zeros(rows, min(longest, most), dtype=torch.long)
     return given.plan.plan(_step_of(given.kind, model), tokens, training.gradient_accumulation_steps)
 
 
@@ -207,12 +224,13 @@ def _step_of(kind: str, model: nn.Module) -> Callable[[nn.Module, Any], Any]:
     """The forward of a training step, as far as memory and order go."""
     if kind == "reward":
         return lambda module, tokens: module(input_ids=tokens).logits.float().mean()
-    without_logits = WithoutLogits(model) if kind == "sft" else None
+    loss: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if kind == "sft":
+        with suppress(ConfigError):  # TRL computes the whole loss of such a model, too
+            loss = WithoutLogits(model)
 
     def step(module: nn.Module, tokens: torch.Tensor) -> Any:
-        if without_logits is None:
-            return module(input_ids=tokens, labels=tokens, use_cache=False).loss
-        with without_logits():
+        with loss():
             return module(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     return step
@@ -235,7 +253,8 @@ def _rewards(script: Any) -> list[Any]:
                 raise ConfigError(f"--reward_funcs {name}: {error}") from error
         if not hasattr(where, function):
             raise ConfigError(f"--reward_funcs {name}: {where.__name__} has no {function}")
-        found.append(getattr(where, function))
+        reward = getattr(where, function)
+        found.append(reward(**_OVERLONG) if name == "get_soft_overlong_punishment" else reward)
     if not found:
         raise ConfigError("grpo needs --reward_funcs or --reward_model_name_or_path")
     return found

@@ -5,8 +5,8 @@ Owns one small exchange among the ranks of a model at the beginning of each back
 Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
-are summed. Where backward gathers them again, the losses of all ranks must depend on the same parameters, those of units
-that choose aside. If they do not, all ranks raise here, before the first gather. The same holds if ranks are at
+are summed. Where backward gathers them again, the losses of all ranks must depend on the same parameters, except those
+of units that choose. If they do not, all ranks raise here, before the first gather. The same holds if ranks are at
 different places in training (`phase`), or if one has issued a collective that others have not (`Communicator.issued`).
 """
 
@@ -74,7 +74,7 @@ class Peers:
         """
         chunks = len(self._scattered)
         issued = [n for communicator in self._communicators for n in communicator.issued]
-        gradients = _digest([number for slot in awaited for number in slot])
+        gradients = _digest([number for slot in sorted(set(awaited)) for number in slot])
         facts = [*phase.place, _digest(issued), _digest(gathered), len(gathered), gradients, len(used)]
         mine = torch.tensor([*facts, *used, *[-1] * (chunks - len(used))], device="cpu")
         table = mine.new_empty(len(self._ranks), len(mine))

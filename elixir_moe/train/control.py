@@ -111,6 +111,14 @@ def listening(heard: Callable[[int], object]) -> Iterator[None]:
         os.close(mouth)
 
 
+def _forget_in_child() -> None:
+    """Ends the writing of signals to the parent's pipe: a terminal signals workers of a data loader, too."""
+    signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 @contextmanager
 def leaving(leave: Callable[[int], object]) -> Iterator[None]:
     """While open, unless another handler is set, a signal calls `leave` at once, on another thread."""

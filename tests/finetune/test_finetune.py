@@ -5,6 +5,7 @@ The oracle is TRL's script in the same process, which reads the same words and f
 
 import importlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -123,6 +124,34 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
+ADAPTERS: dict[str, list[str]] = {
+    "dora": [*LORA, "--use_dora", "true"],
+    "the head": [*LORA, "--lora_modules_to_save", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_that_need_the_base_train_as_by_trls_script(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    words = [*folder_of(tmp_path, "sft"), *in_words(1), *ADAPTERS[kind]]
+    ranks(1).run(by_trl, "sft", words, tmp_path / "theirs")
+    ranks(1).run(by_command, "sft", [*words, "--plan", "zero3"], tmp_path / "ours")
+    theirs, ours = saved(tmp_path / "theirs"), saved(tmp_path / "ours")
+    assert theirs.keys() == ours.keys() and theirs
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_reference_is_computed_in_each_step_and_saved_nowhere(ranks: Ranks, tmp_path: Path) -> None:
+    from elixir_moe.finetune.arguments import parse
+
+    words = [*folder_of(tmp_path, "dpo"), *in_words(1), *LORA, "--plan", "zero3"]
+    losses = ranks(1).run(by_command, "dpo", words, tmp_path / "out")[0]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[-1] < losses[0]
+    assert not (tmp_path / "out/ref").exists()
+    with pytest.raises(ConfigError, match="--precompute_ref_log_probs"):
+        parse("dpo", [*words, "--precompute_ref_log_probs", "true", "--output_dir", "out"])
+
+
 CASES = [("sft", False, 1), ("sft", True, 2), *((kind, True, 1) for kind in ("dpo", "kto", "reward", "grpo"))]
 
 
@@ -203,6 +232,9 @@ def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
         (["--use_peft", "--load_in_4bit", "--bnb_4bit_quant_type", "fp4"], ["fp4", "nf4"]),
         (["--bf16", "maybe"], ["bf16", "maybe"]),
         (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--chat_template_path", "other/model"], ["--chat_template_path", ".jinja"]),
+        (["--model_init_kwargs", '{"dtype": "bfloat16"}'], ["--model_init_kwargs", "--dtype"]),
+        (["--use_bnb_nested_quant", "true"], ["--use_bnb_nested_quant"]),
         (["text"], ["'text'"]),
     ],
     ids=lambda words: " ".join(words),
