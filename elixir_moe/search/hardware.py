@@ -22,10 +22,10 @@ from elixir_moe.records import ABOVE_0, Check, at_least, build
 _GIGA = 1e9
 ORIGINS = ("measured", "data sheet", "assumed", "given")
 """Where a figure may come from; "given" is what the user says of the machine."""
-NARROW_UPDATE = 0.7
+NARROW_UPDATE = 1.2
 """`Hardware.narrow_update` where nobody has measured it, for a bf16 master and moments of 8 bits: arithmetic bounds it,
 and memory bounds an update in fp32."""
-NARROW_UPDATE_ON_DEVICE = 30.0
+NARROW_UPDATE_ON_DEVICE = 44.0
 """`Hardware.narrow_update_on_device` where nobody has measured it: by the bytes that torch's operators move."""
 _Origin = Annotated[str, Check(f"one of {', '.join(ORIGINS)}", ORIGINS.__contains__)]
 _Name = Annotated[str, Check("the name of a figure", lambda name: name in _figures())]

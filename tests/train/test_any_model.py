@@ -577,7 +577,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--model.hf", "FOLDER/Llama", "--quantize", "nf4"], "quantize=nf4 leaves nothing to train"),
     (["--model.hf", "FOLDER/Llama", "--quantize", "nf5"], "quantize: expected 'nf4' | 'mxfp4'"),
     (["--model.hf", "FOLDER/Llama", "--lora.r", "0"], "lora.r: expected at least 1, got 0"),
-    (["--model.hf", "FOLDER/Llama", "--lora.rank", "4"], "unknown setting 'lora.rank'; did you mean 'lora"),
+    (["--model.hf", "FOLDER/Llama", "--lora.rank", "4"], "unknown setting 'lora.rank'; it is called 'lora.r' here"),
     (["--model.hf", "FOLDER/Llama", "--lora.targets", "q_prj"], "q_prj matches nothing in LlamaForCausalLM; did you"),
     (["--model.hf", "FOLDER/Llama", "--lora.targets", "experts"], "experts matches nothing"),
     (["--model.hf", "FOLDER/Llama", "--data.seq_len", "65"], "data.seq_len=65: Llama has 64 positions"),
