@@ -150,10 +150,11 @@ class Communicator:
             return Work()
         slices = slices.view(torch.uint8)
         works = []
-        for step in range(1, self.size):  # every rank starts with another peer
-            to, source = (self.index + step) % self.size, (self.index - step) % self.size
-            works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
-            works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
+        with Wait(what, self.ranks, turn):  # to begin one fails where another rank has ended the connections
+            for step in range(1, self.size):  # every rank starts with another peer
+                to, source = (self.index + step) % self.size, (self.index - step) % self.size
+                works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
+                works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
         return Work(works, what=what, ranks=self.ranks, turn=turn)
 
     def reduce_scatter(
@@ -196,17 +197,20 @@ class Communicator:
         if self.size > 2:
             assert staging is not None
             received = staging.view(self.size, -1)
-            work = dist.all_to_all_single(received.view(torch.uint8), leaving, group=self._reduce_group, async_op=True)
+            arriving = received.view(torch.uint8)
+            with Wait(what, self.ranks, turn):
+                work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
             return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks, turn=turn)
         # Each of two ranks receives one slice of the other, right where the sum will be, and reads its own in place.
         if place is None:
             assert staging is not None
             place = staging
         theirs, own, peer = place, slices[self.index], 1 - self.index
-        works = [
-            dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
-            dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
-        ]
+        with Wait(what, self.ranks, turn):
+            works = [
+                dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
+                dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
+            ]
         return Work(works, lambda: then(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks, turn=turn)
 
     def needs_staging(self, place: torch.Tensor | None) -> bool:
@@ -235,7 +239,8 @@ class Communicator:
                 dist.all_reduce(terms, group=self._reduce_group)
             finish()
             return Work()
-        work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
+        with Wait(what, self.ranks, turn):
+            work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
         return Work([work], finish, what=what, ranks=self.ranks, turn=turn)
 
     def connect(self) -> None:

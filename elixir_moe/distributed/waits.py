@@ -306,6 +306,8 @@ class Waits:
         self.series: tuple[weakref.ref[Series], ...] = ()
         self.exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Series] = weakref.WeakKeyDictionary()
         """The exchanges of tokens over each process group."""
+        self.callers: set[int] = set()
+        """The threads that have called wrapped models."""
         self.made: Counter[str] = Counter()
         """By kind and ranks: the number of series made."""
         self.find_deadlock: Callable[[Wait], str] = lambda wait: ""
@@ -314,8 +316,11 @@ class Waits:
         """What times the waits at present."""
 
     def standing(self, wait: Wait, world: int) -> Standing | None:
-        """What this rank tells the others of a wait in a collective of a series; None for any other wait."""
-        if wait.turn is None:
+        """What this rank tells the others of a wait in a collective of a series; None for any other wait.
+
+        None also where several threads train, each a model of its own: a wait of one does not keep the others.
+        """
+        if wait.turn is None or len(self.callers) > 1:
             return None
         issued = {series.name: series.issued for known in self.series if (series := known()) is not None}
         ranks = list(wait.ranks or range(world))

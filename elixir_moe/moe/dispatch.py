@@ -30,6 +30,8 @@ from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.router import Choices
 from elixir_moe.parallel.dataless import even_counts, has_data
 
+_EXCHANGE = "an exchange of tokens with the experts"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatch:
@@ -163,7 +165,8 @@ class Exchange:
         if has_data(rows):
             group = self._process_group
             turn = next_exchange(group)
-            work = dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
+            with Wait(_EXCHANGE, dist.get_process_group_ranks(group), turn):
+                work = dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
         self._under_way = work, turn, rows, arriving
         return arriving
 
@@ -173,7 +176,7 @@ class Exchange:
         work, turn, _, arrived = self._under_way
         if work is not None:
             ranks = dist.get_process_group_ranks(self._process_group)
-            with Wait("an exchange of tokens with the experts", ranks, turn):
+            with Wait(_EXCHANGE, ranks, turn):
                 work.wait()
         self._under_way = None  # not before: an interrupted wait must not free the memory
         return arrived

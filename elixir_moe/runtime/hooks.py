@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
+from elixir_moe.distributed.waits import WAITS
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
 from elixir_moe.parallel.plain_state import unparametrized
@@ -229,6 +230,7 @@ class Hooks:
         if self._lent and not in_function():
             self._return(self._lent)
         self._thread = threading.get_ident()
+        WAITS.callers.add(self._thread)
         self._phase.begin_call()
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.distributed.waits import Standing, deadlock_of
+from elixir_moe.distributed.waits import Series, Standing, Turn, Wait, Waits, deadlock_of
 from tests.faults.test_elastic import environment
 from tests.support.programs import Program
 
@@ -194,3 +194,13 @@ def test_a_period_that_is_none_is_refused(seconds: str, monkeypatch: pytest.Monk
     model = torch.nn.Linear(2, 2)
     with pytest.raises(em.ConfigError, match=rf"ELIXIR_WAIT_SECONDS='{seconds}'.*inf for never"):
         em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.ddp())
+
+
+def test_a_rank_whose_models_train_on_threads_of_their_own_is_in_no_deadlock() -> None:
+    """A wait of one thread does not keep another one from what the other ranks wait for."""
+    waits = Waits()
+    turn = Turn(Series("gathers", (0, 1), lambda: None), 1)
+    waits.callers = {1}
+    assert waits.standing(Wait("gather 1", (0, 1), turn), 2) is not None
+    waits.callers = {1, 2}
+    assert waits.standing(Wait("gather 1", (0, 1), turn), 2) is None
