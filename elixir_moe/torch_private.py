@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import TorchVersionError
 
-OLDEST, NEWEST = "2.11", "2.14"
+OLDEST, NEWEST = "2.11", "2.15"
 """The versions of torch that the tests have run with."""
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import elixir_moe as em
 from elixir_moe import records
 from elixir_moe.cli.main import main
+from elixir_moe.torch_private import NEWEST, OLDEST
 from elixir_moe.train import history, launch
 from elixir_moe.train.config import TrainConfig
 
@@ -254,11 +255,11 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["versions"]["torch"] and facts["cpus"] >= 1 and facts["torch_tested"] == "2.11 to 2.14"
+    assert facts["versions"]["torch"] and facts["cpus"] >= 1 and facts["torch_tested"] == f"{OLDEST} to {NEWEST}"
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("9.9.1"))
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
-    assert "torch 9.9.1 is newer than 2.14" in shown
+    assert f"torch 9.9.1 is newer than {NEWEST}" in shown
     assert main(["env", "--json"]) == 0
     assert "torch" in capsys.readouterr().out
     assert main(["env", "--nonsense"]) == 2
