@@ -376,7 +376,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _efficiency(device: torch.device, dtype: torch.dtype, tflops: float, bandwidth: float) -> float:
-    """The part of these two speeds that forward and backward of a small GPT reach while all ranks run them.
+    """The part of these two speeds that forward and backward of a small mixture reach while all ranks run them.
 
     A model's products are smaller than the one that is timed, and other operators compute more than a copy does.
     """
