@@ -24,7 +24,7 @@ from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError
 from elixir_moe.finetune.arguments import Arguments
 from elixir_moe.integrations.transformers import ElixirMixin
-from elixir_moe.models.adapters import fused_experts
+from elixir_moe.models.adapters import fused_experts, peft_targets
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.models.presets import reason_of
 from elixir_moe.models.without_logits import WithoutLogits
@@ -194,11 +194,10 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
 
     targets = {config.target_modules} if isinstance(config.target_modules, str) else config.target_modules
     if targets is not None and EXPERTS in targets:
-        if not (found := fused_experts(model)):
+        if not fused_experts(model):
             raise ConfigError(f"--lora_target_modules {EXPERTS}: {type(model).__name__} has no fused experts")
-        others = targets - {EXPERTS}
-        config.target_modules = "all-linear" if others == {"all-linear"} else others
-        config.target_parameters = [*(config.target_parameters or ()), *found]
+        modules, config.target_parameters = peft_targets(model, targets, config.target_parameters or ())
+        config.target_modules = modules if isinstance(modules, str) else set(modules)
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

@@ -5,7 +5,7 @@ Owns the words that name adapters and their way to peft, which builds them. Adds
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -66,12 +66,11 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
     except ImportError as error:
         raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
     check_targets(model, lora)
-    modules = [target for target in lora.targets if target != EXPERTS]
-    parameters = [*lora.parameters, *(fused_experts(model) if EXPERTS in lora.targets else ())]
+    modules, parameters = peft_targets(model, lora.targets, lora.parameters)
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
-        target_modules=ALL_LINEAR if modules == [ALL_LINEAR] else modules,
+        target_modules=modules,
         target_parameters=parameters or None,
         lora_dropout=lora.dropout,
         init_lora_weights=init,
@@ -127,6 +126,16 @@ def _without_routers(model: nn.Module) -> str:
     paths = [name.split(".") for name, _ in _with_factors(model) if not _is_router(name)]
     ends = [EXPERTS if "experts" in path[-2:-1] else path[-1] for path in paths]
     return ",".join(dict.fromkeys(ends))
+
+
+def peft_targets(
+    model: nn.Module, targets: Iterable[str], parameters: Iterable[str]
+) -> tuple[str | list[str], list[str]]:
+    """peft's `target_modules` and `target_parameters` for targets among which "experts" means all fused experts."""
+    targets = list(targets)
+    modules = [target for target in targets if target != EXPERTS]
+    stacks = fused_experts(model) if EXPERTS in targets else []
+    return ALL_LINEAR if modules == [ALL_LINEAR] else modules, [*parameters, *stacks]
 
 
 def fused_experts(model: nn.Module) -> list[str]:
