@@ -15,12 +15,15 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.models.lora import EXPERTS
 from elixir_moe.names import TRAINERS, SchemeName
 from elixir_moe.train import settings
 from elixir_moe.train.config import PlanConfig
 
 LEARNING_RATE = {"full": 2e-5, "adapters": 2e-4}
 """The default learning rate of `sft`. TRL's own is that for all weights, ten times too low for adapters."""
+LORA_DROPOUT = ModelConfig().lora_dropout
+"""The default dropout of adapters, TRL's. It is 0 where parameters have adapters, since peft refuses any there."""
 PLAN_PREFIX = "plan_"
 
 
@@ -90,8 +93,9 @@ def parser_of(kind: str) -> Any:
     config = getattr(trl, f"{TRAINERS[kind]}Config")
     script = GRPOScriptArguments if kind == "grpo" else ScriptArguments
     parser: Any = _Parser((Added, script, config, ModelConfig, DatasetMixtureConfig), prog=f"elixir-moe {kind}")  # type: ignore[arg-type]
+    parser.set_defaults(lora_dropout=None)  # `parse` chooses it
     if kind == "sft":
-        parser.set_defaults(learning_rate=None)  # `parse` chooses it
+        parser.set_defaults(learning_rate=None)  # here, too
     return parser
 
 
@@ -118,6 +122,12 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
     _refuse(training, model)
     if training.learning_rate is None:
         training.learning_rate = LEARNING_RATE["adapters" if model.use_peft else "full"]
+    if model.lora_dropout is None:
+        targets = model.lora_target_modules  # a list of one is its text by now
+        on_parameters = model.lora_target_parameters or EXPERTS in (
+            [targets] if isinstance(targets, str) else targets or ()
+        )
+        model.lora_dropout = 0.0 if on_parameters else LORA_DROPOUT
     return Arguments(
         kind=kind,
         script=script,

@@ -284,6 +284,16 @@ def test_adapters_have_a_learning_rate_of_their_own() -> None:
     assert parse("sft", [*common, "--use_peft", "--learning_rate", "3e-3"]).training.learning_rate == 3e-3
 
 
+def test_adapters_on_experts_have_no_dropout_by_default() -> None:
+    from elixir_moe.finetune.arguments import LORA_DROPOUT, parse
+
+    common = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "out", "--use_peft"]
+    experts = [*common, "--lora_target_modules", "all-linear", "experts"]
+    assert parse("dpo", common).model.lora_dropout == LORA_DROPOUT > 0
+    assert parse("dpo", experts).model.lora_dropout == 0
+    assert parse("dpo", [*experts, "--lora_dropout", "0.1"]).model.lora_dropout == 0.1
+
+
 def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--help"]) == 0
     shown = capsys.readouterr().out
