@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 STOREYS: list[set[str]] = [
     {"errors"},
     {"records", "names", "peft_models"},
+    {"settings"},
     {"torch_private", "native"},
     {"triton_kernels"},
     {"kernels"},
@@ -43,6 +44,7 @@ STOREYS: list[set[str]] = [
     {"wrap", "inspect"},
     {"public"},
     {"__init__"},
+    {"watch", "report"},
     {"integrations", "verify"},
     {"train"},
     {"finetune"},

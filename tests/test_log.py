@@ -45,12 +45,12 @@ def test_verbose_alone_shows_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def account(_directory: Path) -> None:
-        logging.getLogger("elixir_moe.train.history").debug("looked")
+        logging.getLogger("elixir_moe.report.history").debug("looked")
         raise em.ConfigError("enough")
 
-    monkeypatch.setattr("elixir_moe.train.history.account", account)
+    monkeypatch.setattr("elixir_moe.report.history.account", account)
     for options, shown in (([], False), (["-v"], True), (["--verbose"], True), ([], False)):
         assert main(["report", str(tmp_path), *options]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and ("elixir_moe.train.history: looked" in err) == shown
+        assert out == "" and ("elixir_moe.report.history: looked" in err) == shown
     assert not logging.getLogger("elixir_moe").handlers

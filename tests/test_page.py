@@ -15,7 +15,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.cli.main import main
 from elixir_moe.page import charts, model
-from elixir_moe.train import history
+from elixir_moe.report import history
 
 STEPS = 40
 PLANNED = {"device": {"rcache": 3 << 20, "shards": 1 << 20}, "host": {"shards": 12 << 20}, "disk": {"shards": 0}}

@@ -1,13 +1,13 @@
 """The command `clean`: removes what dead runs have left.
 
-Owns its output. Decides nothing: `train.directory` knows what is left over.
+Owns its output. Decides nothing: `report.directory` knows what is left over.
 """
 
 import argparse
 import json
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.directory import leftovers
+from elixir_moe.report.directory import leftovers
 
 
 def run(known: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from elixir_moe.cli.ending import leave, number_of_ranks, rank_here
 from elixir_moe.errors import ConfigError
 from elixir_moe.names import TRAINERS
 from elixir_moe.train import launch
-from elixir_moe.train.control import INTERRUPTED, Signals, exit_code_of, named
+from elixir_moe.watch.control import INTERRUPTED, Signals, exit_code_of, named
 
 
 def run(known: argparse.Namespace) -> int:

@@ -107,7 +107,7 @@ def _telling_decisions(verbose: bool) -> Iterator[None]:
 
 
 def _settings_help() -> str:
-    from elixir_moe.train import settings
+    from elixir_moe import settings
     from elixir_moe.train.config import TrainConfig
 
     return settings.help_of(TrainConfig, {"run.out": "required without model.hf"})

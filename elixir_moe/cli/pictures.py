@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from elixir_moe.report.picture import png_asked_for
 from elixir_moe.search import zero_infinity
-from elixir_moe.train.picture import png_asked_for
 
 _PANELS: dict[zero_infinity.States, str] = {
     "gradients": "parameters and gradients",

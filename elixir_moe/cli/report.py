@@ -1,6 +1,6 @@
 """The command `report`: what runs were, or are.
 
-Owns its output. Decides nothing: `train.history` reads runs.
+Owns its output. Decides nothing: `report.history` reads runs.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 from rich.console import Console
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train import history, page
+from elixir_moe.report import history, page
 
 
 def run(known: argparse.Namespace) -> int:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here, tell
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.train import control, launch
+from elixir_moe.train import launch
+from elixir_moe.watch import control
 
 if TYPE_CHECKING:
     from elixir_moe.train.config import TrainConfig

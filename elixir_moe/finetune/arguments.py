@@ -14,10 +14,10 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
+from elixir_moe import settings
 from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.names import TRAINERS, SchemeName
-from elixir_moe.train import settings
 from elixir_moe.train.config import PlanConfig
 
 LEARNING_RATE = {"full": 2e-5, "adapters": 2e-4}

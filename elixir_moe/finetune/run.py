@@ -34,7 +34,7 @@ from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.quantized.convert import quantize
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.spreading import spread_experts
-from elixir_moe.train.control import Signals
+from elixir_moe.watch.control import Signals
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model's repository has for a training: its config, weights and tokenizer."""

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from elixir_moe.errors import CheckpointError
+from elixir_moe.report.directory import APART
 from elixir_moe.state.checkpoint.manifest import Manifest
 from elixir_moe.state.checkpoint.save import Saving
-from elixir_moe.state.checkpoint.storage import checkpoints
+from elixir_moe.state.checkpoint.storage import CHECKPOINTS, checkpoints
 from elixir_moe.train.config import SaveConfig
-from elixir_moe.train.directory import APART, CHECKPOINTS, extra_of
-from elixir_moe.train.supervisor import Supervisor
+from elixir_moe.train.directory import extra_of
 from elixir_moe.train.training import Training
+from elixir_moe.watch.supervisor import Supervisor
 
 
 class CheckpointManager:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 
+from elixir_moe import settings
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.lora import Lora
 from elixir_moe.names import DTYPES, Master, Moments, SchemeName, short_dtype
 from elixir_moe.records import ABOVE_0, Check, Respelled, at_least, called, check
-from elixir_moe.train import settings
 from elixir_moe.train.writers import check_tensorboard
+from elixir_moe.watch.supervisor import WatchConfig
 
 if TYPE_CHECKING:
     import torch
@@ -370,37 +371,12 @@ class SaveConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WatchConfig:
+class TrainWatchConfig(WatchConfig):
     """Supervision of the run: faults to detect, and how to react."""
 
-    on_nan: Literal["skip", "back", "stop"] = "stop"
-    """Reaction to a loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or save
-    the state and stop. Overflows of fp16 gradients are skipped first, up to 31 in a row."""
-    on_divergence: Literal["skip", "back", "stop"] = "stop"
-    """Reaction to losses far above recent ones; the choices are those of on_nan."""
-    window: Annotated[int, at_least(1)] = 64
-    """Number of recent good steps to compare with."""
-    deviations: Annotated[float, ABOVE_0] = 10.0
-    """A loss is too high if it exceeds the median of recent losses by this many robust standard deviations."""
-    patience: Annotated[int, at_least(1)] = 3
-    """Consecutive steps with too high a loss that count as a divergence; with skip, the number of consecutive steps
-    skipped before the run stops."""
-    back_rate: Annotated[float, Check("a share above 0, at most 1", lambda share: 0 < share <= 1)] = 0.5
-    """Factor on the learning rate each time the run goes back."""
-    avoid_batch: bool = True
-    """After going back, leave out the batches that caused it."""
-    tries: Annotated[int, at_least(0)] = 3
-    """Number of times the run goes back before it stops."""
-    straggler_score: Annotated[float, Check("a number above 1", lambda score: score > 1)] = 1.5
-    """Report a rank whose busy time exceeds the median rank's by this factor."""
-    scales_every: Annotated[int | None, at_least(1, "step")] = 100
-    """Steps between checks of the root mean square of every parameter; null: never."""
     memory_tries: Annotated[int, at_least(0)] = 6
     """Number of times a step that ran out of memory is redone with less before the run ends: first with a smaller
     rCache, then with smaller micro-batches."""
-
-    def __post_init__(self) -> None:
-        check(self, "watch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,7 +393,7 @@ class TrainConfig:
     plan: PlanConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    watch: TrainWatchConfig = field(default_factory=TrainWatchConfig)
     run: RunConfig
 
     def __post_init__(self) -> None:

@@ -1,101 +1,26 @@
-"""The run directory: its owner, its files, and the checkpoint from which its run continues.
+"""The run directory of `elixir-moe train`: whether a run may begin or go on there, and from which checkpoint.
 
-Owns the names of the files, the lock of the process that trains in the directory, and the cleanup of `elixir-moe
-clean`. Starts no communication; only rank 0 claims a directory.
-
-    runs/x/   config.yaml           the settings, ready to be used again; also marks the directory as a run's
-              plan.json             the plan
-              layout.json           the chunks with their tiers and parameters, and the planned bytes
-              timeline.json         what ran when in the step that `run.profile` names
-              metrics.jsonl         one object per step
-              events.jsonl          other events: faults, new settings, failed saves; missing if there were none
-              status.json           running, stopped, failed or done; the step and the latest checkpoint
-              checkpoints/          step-00000100, ...: see `elixir_moe.state.checkpoint`
-              apart/                checkpoints of an abandoned course, and the state of a run that diverged
-              control.yaml          written by the user: new settings during the run
-              tensorboard/          events for TensorBoard, with `run.tensorboard`
-              loss.png              losses against steps
-              sample.txt            text that the trained model wrote
-              weights.safetensors   full weights, named as in the model without this library; for our own GPT
-              summary.json          the output of `--json`
-              .lock                 the mark of a run's directory; locked by the process that trains here
-
-Files are removed only where ``.lock`` has the mark, events of TensorBoard only if their names end in `EVENTS`, and
-folders only if they are checkpoints of this library.
+Owns the checks, and what a run that begins removes of the one before. `report.directory` has the files and the lock.
 """
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elixir_moe import settings
 from elixir_moe.errors import CheckpointError, ConfigError
+from elixir_moe.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, TENSORBOARD, Claim, is_run
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, is_checkpoint, latest, read_manifest, remove
 from elixir_moe.state.checkpoint.values import decode
-from elixir_moe.state.marked import TEXT, collect, is_marked, lock, partials
-from elixir_moe.train import settings
+from elixir_moe.state.marked import collect, is_marked
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import Data
 from elixir_moe.train.writers import EVENTS
 
-_OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
-"""Files that a run writes when it ends."""
-FILES: tuple[str, ...] = (
-    *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "layout.json", "timeline.json"),
-    *_OF_THE_END,
-)
-APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
-_LOCK = ".lock"
-"""What is locked and marked: over NFS other hosts see locks of files, and none of directories."""
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
-
-class Claim:
-    """A run directory locked by this process, until the process ends or `release` is called."""
-
-    def __init__(self, path: Path, source: Path | None) -> None:
-        """Locks and marks `path`.
-
-        Raises:
-            ConfigError: another process trains in it, its ``.lock`` is not a run's, or its file system has no locks.
-        """
-        self.path = path
-        self.source = source
-        """The checkpoint to continue from; None for a new run."""
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            if not lock(self._lock, path / _LOCK):
-                raise ConfigError(
-                    f"run.out: another process trains in '{path}': wait for it, or choose another directory"
-                )
-            if os.fstat(self._lock).st_size and not is_marked(path / _LOCK):
-                raise ConfigError(f"run.out: {str(path / _LOCK)!r} is no file of a run: choose another directory")
-            os.pwrite(self._lock, TEXT, 0)
-        except BaseException:
-            os.close(self._lock)
-            raise
-
-    def release(self) -> None:
-        """Releases the lock."""
-        os.close(self._lock)
-
-
-def is_claimed(path: Path) -> bool:
-    """Whether a process trains in `path`. Writes nothing there.
-
-    Raises:
-        ConfigError: the file system has no locks, so that nobody can tell.
-    """
-    try:
-        with open(path / _LOCK, "rb") as file:
-            return not lock(file.fileno(), path / _LOCK, shared=True)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # another user's, or no file
 
 
 def restarted() -> bool:
@@ -103,23 +28,11 @@ def restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
 
 
-def is_run(directory: Path) -> bool:
-    """Whether a run owns this directory: its `config.yaml` is there, perhaps still empty."""
-    mark = directory / "config.yaml"
-    if not mark.is_file():
-        return False
-    try:
-        found = settings.parse_yaml(mark.read_text(encoding="utf-8"), mark)
-    except (ConfigError, UnicodeDecodeError):
-        return False
-    return not found or (isinstance(found.get("run"), dict) and "out" in found["run"])
-
-
 def check_directory(config: TrainConfig, data: Data) -> Path | None:
     """Raises like `claim_directory`, but changes nothing; returns the checkpoint the run would continue from."""
     run, directory = config.run, Path(config.run.out)
     try:
-        used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL, _LOCK})
+        used = directory.exists() and bool(set(os.listdir(directory)) - {CONTROL, LOCK})
     except OSError as error:
         raise _unusable(run.out, error) from error
     if not used:
@@ -176,7 +89,7 @@ def claim_directory(config: TrainConfig, data: Data) -> Claim:
         if source is None or source.resolve().parent != (directory / CHECKPOINTS).resolve():
             _empty(directory, source, checkpoints=config.run.overwrite and not restarted())
         elif config.run.overwrite and not restarted():  # the run in it goes back, perhaps from its end
-            for name in _OF_THE_END:
+            for name in OF_THE_END:
                 (directory / name).unlink(missing_ok=True)
         (directory / "config.yaml").touch()
     except OSError as error:
@@ -190,19 +103,6 @@ def extra_of(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(extra, dict) or {"progress", "settings"} - extra.keys():
         raise ConfigError(f"run.resume: {str(checkpoint)!r} was not saved by elixir-moe train: load it with em.load")
     return extra
-
-
-def leftovers(directory: Path) -> Iterator[Path]:
-    """Removes partial checkpoints and files of dead processes under `directory`, and yields their paths."""
-    for path in (directory, *sorted(directory.rglob("*"))):
-        if path.is_dir() and not path.is_symlink() and partials(path):
-            yield from collect(path)
-    for mark in (path for path in sorted(directory.rglob(_LOCK)) if is_marked(path)):
-        halves = [mark.with_name(f"{name}.part") for name in FILES]
-        found = [half for half in halves if half.is_file() and not half.is_symlink()]
-        for half in found if not is_claimed(mark.parent) else ():
-            half.unlink()
-            yield half
 
 
 def _chosen(config: TrainConfig, data: Data) -> Path | None:
@@ -248,9 +148,9 @@ def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
 
 def _check_marked(directory: Path) -> None:
     """Raises ConfigError unless a run that begins in this directory may remove the files of the run before."""
-    if not is_marked(directory / _LOCK):
+    if not is_marked(directory / LOCK):
         raise ConfigError(
-            f"run.out: {str(directory)!r} has the files of a run, but its {_LOCK} has no mark of elixir_moe, so "
+            f"run.out: {str(directory)!r} has the files of a run, but its {LOCK} has no mark of elixir_moe, so "
             f"nothing in it is removed: choose another directory, or remove them yourself"
         )
 

@@ -24,6 +24,7 @@ from elixir_moe.models.config import GPTConfig
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.quantized.convert import dequantize, quantize
+from elixir_moe.report.directory import is_run
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, latest
@@ -32,7 +33,6 @@ from elixir_moe.state.save_pretrained import copy_generation_config, save_pretra
 from elixir_moe.train import config as configs
 from elixir_moe.train.config import HuggingFaceModel, TrainConfig
 from elixir_moe.train.data import labeled
-from elixir_moe.train.directory import is_run
 from elixir_moe.train.huggingface import tokenizer_of
 from elixir_moe.train.recipe import Recipe
 from elixir_moe.train.training import adamw

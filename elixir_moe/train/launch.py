@@ -63,7 +63,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from elixir_moe.train.control import answering, exit_code_of
+    from elixir_moe.watch.control import answering, exit_code_of
 
     received: list[int] = []
 
@@ -108,7 +108,7 @@ def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
 
 def ended_early(number: int) -> str:
     """The message for a run that a signal ended before its first step."""
-    from elixir_moe.train.control import named
+    from elixir_moe.watch.control import named
 
     return f"ended by {named(number)} before the first step; the same command starts it again"
 
@@ -174,7 +174,7 @@ def _first_failure(failures: dict[int, "ProcessFailure"], *, asked: bool) -> Ran
     reports it; None if none does.
     """
 
-    from elixir_moe.train.control import SIGNALS, exit_code_of
+    from elixir_moe.watch.control import SIGNALS, exit_code_of
 
     stopped = {rank for failure in failures.values() for rank in _own(failure).get("stopped", ())}
 

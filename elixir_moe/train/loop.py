@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe import settings
 from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.distributed.collectives import world_timeout
@@ -31,22 +32,24 @@ from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.inspect import inspect
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.parallel.mesh import init_mesh
+from elixir_moe.report.directory import CONTROL, TENSORBOARD, Claim
+from elixir_moe.report.records import StepRecord, Summary
+from elixir_moe.report.timeline import recorded
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store
-from elixir_moe.train import memory, settings
+from elixir_moe.train import memory
 from elixir_moe.train.activations import distributions
 from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig, identity
-from elixir_moe.train.control import INTERRUPTED, Control, ControlFile, Signals, exit_code_of, named
 from elixir_moe.train.data import Data
-from elixir_moe.train.directory import CONTROL, TENSORBOARD, Claim, extra_of
+from elixir_moe.train.directory import extra_of
 from elixir_moe.train.memory import Scarcity
-from elixir_moe.train.report import Console, Report, StepRecord, Summary
-from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
-from elixir_moe.train.timeline import recorded
+from elixir_moe.train.report import Console, Report
 from elixir_moe.train.training import Training
 from elixir_moe.train.waiting import Waits
 from elixir_moe.train.writers import TensorBoard
+from elixir_moe.watch.control import INTERRUPTED, Control, ControlFile, Signals, exit_code_of, named
+from elixir_moe.watch.supervisor import Action, Observation, Supervisor, Verdict
 
 _LOG = logging.getLogger(__name__)
 DIVERGED = 3

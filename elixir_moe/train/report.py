@@ -1,14 +1,12 @@
 """The output of a run: lines or a progress bar on the screen, and the files of its directory.
 
-Owns the form of every record in the run directory. Only rank 0 has a `Report`. Computes nothing about training.
+Owns what is shown. `report.records` has the files. Only rank 0 has a `Report`. Computes nothing about training.
 """
 
 import json
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,8 +18,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe.chunks.plan import seconds_text, size_text
-from elixir_moe.train.directory import TENSORBOARD
-from elixir_moe.train.history import finite, losses_of, records_of
+from elixir_moe.report.directory import TENSORBOARD
+from elixir_moe.report.history import losses_of
+from elixir_moe.report.records import RunFiles, StepRecord, Summary
 from elixir_moe.train.writers import Writer, values_of
 
 _COLUMNS = {
@@ -32,68 +31,7 @@ _COLUMNS = {
 }
 """Heads of the columns that are not called as in `inspect`."""
 _WHERE = {"device": "of device memory", "host": "of host memory", "disk": "on disk"}
-__all__ = ["Console", "Report", "StepRecord", "Summary"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One line of ``metrics.jsonl``. Counters are those of rank 0; numbers that are not finite become null."""
-
-    step: int
-    """Number of the step, from 1."""
-    loss: float
-    """Training loss with the routers' auxiliary losses, mean over micro-batches and ranks, in nats per token."""
-    grad_norm: float | None
-    """Global gradient norm before clipping; null if it is not finite."""
-    lr: float
-    """Learning rate of this step."""
-    step_seconds: float
-    """Wall time of the step, without evaluation."""
-    tokens_per_second: float
-    """Tokens per second, over all ranks, without those that fill rows up."""
-    statistics: dict[str, Any]
-    """The step's part of the library's counters: rCache, and bytes moved by tier and by chunk group."""
-    held_bytes: dict[str, int]
-    """By tier: bytes that the library holds on rank 0 in a backward."""
-    process_bytes: dict[str, int]
-    """Of rank 0's process: ``host``, its memory at the end of the step; ``device``, the most that torch has allocated
-    on a GPU so far."""
-    tokens_per_expert: dict[str, list[int]]
-    """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
-    val_loss: float | None
-    """Validation loss after this step, in nats per token; null without evaluation."""
-    activations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By module: figures of its output for rank 0's first validation batch; empty without `run.activations`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """The result of a run."""
-
-    steps: int
-    """Number of optimizer steps."""
-    ranks: int
-    """Number of processes."""
-    parameters: int
-    """Elements of the whole model, each counted once."""
-    train_loss: float
-    """Training loss of the last step, auxiliary losses included, in nats per token."""
-    val_loss: float
-    """Validation loss after the last step, in nats per token."""
-    bigram_loss: float | None
-    """Loss of the bigram model on the same validation bytes; null where tokens are no bytes."""
-    train_seconds: float
-    """Wall time of this process's steps, with evaluations and saves between them."""
-    tokens_per_second: float
-    """Tokens per second, over these steps."""
-    out: str
-    """The run's directory."""
-    prediction: dict[str, Any] | None = None
-    """With plan auto: predicted and measured cost of a step."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return dict(finite(asdict(self)))
+__all__ = ["Console", "Report"]
 
 
 class Report:
@@ -118,9 +56,8 @@ class Report:
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
-        self._unwritten: set[str] = set()
-        """Files that could not be written, of which the console was told."""
-        self._go_back(done)
+        self._files = RunFiles(directory, self.say, done=done)
+        self._train_losses, self._val_losses = losses_of(self._files.kept)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -140,8 +77,8 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
-        self._close_metrics()
-        with self._goes_on_without(TENSORBOARD):
+        self._files.close()
+        with self._files.goes_on_without(TENSORBOARD):
             for writer in self._writers:
                 writer.close()
 
@@ -173,11 +110,7 @@ class Report:
             self._show(rows)
             if explanation:
                 self.say(explanation)
-        path = self._directory / "plan.json"
-        before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
-        self.write("plan.json", plan_json + "\n")
-        self.write("layout.json", json.dumps(facts) + "\n")
-        return None if before == plan_json else _changed(before, plan_json)
+        return self._files.plan(plan_json, facts)
 
     def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The state as a table, one row per chunk group."""
@@ -190,11 +123,8 @@ class Report:
 
     def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
         """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
-        plain = finite(asdict(record))
-        with self._goes_on_without("metrics.jsonl"):
-            self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
-            self._metrics.flush()
-        with self._goes_on_without(TENSORBOARD):
+        plain = self._files.step(record)
+        with self._files.goes_on_without(TENSORBOARD):
             for writer in self._writers:
                 writer.write(record.step, values_of(plain, prediction))
         self._train_losses.append((record.step, record.loss))
@@ -207,38 +137,24 @@ class Report:
 
     def go_back(self, step: int) -> None:
         """Drops the records of steps after `step`, which will be run again."""
-        self._close_metrics()
-        self._go_back(step)
-
-    def _close_metrics(self) -> None:
-        with self._goes_on_without("metrics.jsonl"):
-            self._metrics.close()
-
-    def _go_back(self, step: int) -> None:
-        path = self._directory / "metrics.jsonl"
-        kept = [(line, record) for line, record in records_of(path) if record["step"] <= step]
-        self.write("metrics.jsonl", "".join(line for line, _ in kept))
-        self._train_losses, self._val_losses = losses_of(record for _, record in kept)
-        self._metrics = path.open("a", encoding="utf-8")
+        self._files.go_back(step)
+        self._train_losses, self._val_losses = losses_of(self._files.kept)
 
     def event(self, step: int, kind: str, text: str) -> None:
         """Records an event, and shows it."""
-        line = json.dumps({"step": step, "time": time.time(), "kind": kind, "text": text})
-        with (
-            self._goes_on_without("events.jsonl"),
-            (self._directory / "events.jsonl").open("a", encoding="utf-8") as file,
-        ):
-            file.write(line + "\n")
-        self.say(f"{kind}: {text}")
+        self._files.event(step, kind, text)
 
     def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
         """Writes the state of the run: running, stopped, failed or done."""
-        facts = {"state": state, "step": step, "checkpoint": checkpoint, "reason": reason}
-        self.write("status.json", json.dumps(facts) + "\n")
+        self._files.status(state, step, checkpoint, reason)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text file in the run directory atomically."""
+        self._files.write(name, text)
 
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes the results of a finished run."""
-        from elixir_moe.train.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
+        from elixir_moe.report.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
 
         self._progress.stop()
         self.write("sample.txt", sample)
@@ -266,33 +182,10 @@ class Report:
     def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
-        temporary = self._part_of("weights.safetensors")
+        temporary = self._files.part_of("weights.safetensors")
         save_file(tensors, temporary)
         shutil.copymode(self._directory / "sample.txt", temporary)
         temporary.replace(self._directory / "weights.safetensors")
-
-    def write(self, name: str, text: str) -> None:
-        """Writes a text file in the run directory atomically."""
-        with self._goes_on_without(name):
-            temporary = self._part_of(name)
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self._directory / name)
-
-    def _part_of(self, name: str) -> Path:
-        """The path under which a file is written, where nothing is: a link there would lead the write elsewhere."""
-        path = self._directory / f"{name}.part"
-        path.unlink(missing_ok=True)
-        return path
-
-    @contextmanager
-    def _goes_on_without(self, name: str) -> Iterator[None]:
-        """Says, once for each file, that it cannot be written: the weights of a run are worth more than its records."""
-        try:
-            yield
-        except OSError as error:
-            if name not in self._unwritten:
-                self._unwritten.add(name)
-                self.say(f"{self._directory / name} cannot be written, and the run goes on: {error.strerror or error}")
 
     def _line(self, record: StepRecord) -> str:
         norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"
@@ -329,15 +222,3 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _changed(before: str, now: str) -> str:
-    """The fields of a plan in JSON whose values differ from those of the plan before, with both values."""
-    try:
-        old = json.loads(before)
-    except ValueError:
-        old = None
-    if not isinstance(old, dict):
-        return "the one before cannot be read, plan.json was damaged"
-    fields = json.loads(now).items()
-    return ", ".join(f"{name}={value!r} (was {old.get(name)!r})" for name, value in fields if old.get(name) != value)

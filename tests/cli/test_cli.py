@@ -18,8 +18,9 @@ import torch.distributed as dist
 import elixir_moe as em
 from elixir_moe import records
 from elixir_moe.cli.main import main
+from elixir_moe.report import history
 from elixir_moe.torch_private import NEWEST, OLDEST
-from elixir_moe.train import history, launch
+from elixir_moe.train import launch
 from elixir_moe.train.config import TrainConfig
 
 SETTINGS = """

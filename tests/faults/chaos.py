@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elixir_moe import settings
 from elixir_moe.cli import main as cli
 from elixir_moe.memory.host_mapping import SharedFile
-from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.loop import Loop
 from tests.support.adapter_cases import WIDTH, Adapted

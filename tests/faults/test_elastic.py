@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elixir_moe.train import settings
+from elixir_moe import settings
 from elixir_moe.train.config import PlanConfig
 from elixir_moe.train.launch import _children, program
 from elixir_moe.train.memory import smaller

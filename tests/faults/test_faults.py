@@ -14,8 +14,9 @@ import torch
 
 from elixir_moe.cli.main import main
 from elixir_moe.memory import slabs as tiers
-from elixir_moe.train.control import Signals
-from elixir_moe.train.directory import Claim, claim_directory
+from elixir_moe.report.directory import Claim
+from elixir_moe.train.directory import claim_directory
+from elixir_moe.watch.control import Signals
 from tests.state.test_checkpoint_files import left_by_the_dead
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of, text_of

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.control import Signals
+from elixir_moe.watch.control import Signals
 from tests.integrations.test_other_trainers import column
 from tests.integrations.test_other_trainers import tokenizer as words_tokenizer
 from tests.integrations.test_trainer import launched

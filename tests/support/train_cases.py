@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elixir_moe import settings
 from elixir_moe.errors import ElixirError
 from elixir_moe.models.config import GPTConfig
-from elixir_moe.train import settings
+from elixir_moe.report.directory import CONTROL
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import Text, load_text
-from elixir_moe.train.directory import CONTROL, claim_directory
+from elixir_moe.train.directory import claim_directory
 from elixir_moe.train.loop import Stopped, train
 from elixir_moe.train.report import Console
 from elixir_moe.train.training import Training

@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from elixir_moe import settings
 from elixir_moe.cli.main import main
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError
 from elixir_moe.models.adapters import adapted
 from elixir_moe.models.lora import Lora
 from elixir_moe.train import config as configs
-from elixir_moe.train import settings
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.export import export
 from elixir_moe.train.huggingface import HuggingFaceRecipe

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.train.config import WatchConfig
-from elixir_moe.train.supervisor import Observation, Supervisor, Verdict
 from elixir_moe.train.training import Training
+from elixir_moe.watch.supervisor import Observation, Supervisor, Verdict, WatchConfig
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, settings_of
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elixir_moe import settings
 from elixir_moe.distributed import collectives
 from elixir_moe.distributed.collectives import abort_nccl
 from elixir_moe.distributed.watchdog import Watchdog
 from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.slabs import Slab, Tier
-from elixir_moe.train import memory, settings
+from elixir_moe.train import memory
 from elixir_moe.train.config import TrainConfig
 
 NCCL = (

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elixir_moe.train.config import WatchConfig
-from elixir_moe.train.supervisor import Action, Observation, Supervisor, Verdict
+from elixir_moe.watch.supervisor import Action, Observation, Supervisor, Verdict, WatchConfig
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of
 

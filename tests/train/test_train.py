@@ -20,22 +20,23 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
-from elixir_moe import records
+from elixir_moe import records, settings
 from elixir_moe.cli.arguments import parser_of
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.gpt import GPT
 from elixir_moe.models.lora import Lora
+from elixir_moe.report.directory import Claim
+from elixir_moe.report.picture import draw_losses
 from elixir_moe.train import config as configs
-from elixir_moe.train import directory, settings
+from elixir_moe.train import directory
 from elixir_moe.train.activations import figures
 from elixir_moe.train.bigram import Bigram
 from elixir_moe.train.config import OptimizerConfig, PlanConfig, RunConfig, TrainConfig
 from elixir_moe.train.data import load_text
-from elixir_moe.train.directory import Claim, claim_directory
+from elixir_moe.train.directory import claim_directory
 from elixir_moe.train.launch import program
 from elixir_moe.train.loop import _check_alike
-from elixir_moe.train.picture import draw_losses
 from elixir_moe.train.training import lr_factor
 from elixir_moe.train.writers import EVENTS
 from tests.state.test_checkpoint_files import write_small

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.report import Console, Report, StepRecord
+from elixir_moe.report.records import StepRecord
+from elixir_moe.train.report import Console, Report
 from elixir_moe.train.writers import TensorBoard, check_tensorboard, values_of
 
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from elixir_moe.train.config import WatchConfig
+from elixir_moe.records import ABOVE_0, Check, at_least, check
 
 _FEWEST = 8
 _DEVIATION = 1.4826
@@ -27,6 +27,37 @@ _NORM_GROWTH = 100.0
 _SCALE_GROWTH = 10.0
 _LONGEST_OVERFLOW = 32
 """Consecutive overflows, each of which halves the loss scale, after which the scale cannot be the cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchConfig:
+    """Supervision of the run: faults to detect, and how to react."""
+
+    on_nan: Literal["skip", "back", "stop"] = "stop"
+    """Reaction to a loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or save
+    the state and stop. Overflows of fp16 gradients are skipped first, up to 31 in a row."""
+    on_divergence: Literal["skip", "back", "stop"] = "stop"
+    """Reaction to losses far above recent ones; the choices are those of on_nan."""
+    window: Annotated[int, at_least(1)] = 64
+    """Number of recent good steps to compare with."""
+    deviations: Annotated[float, ABOVE_0] = 10.0
+    """A loss is too high if it exceeds the median of recent losses by this many robust standard deviations."""
+    patience: Annotated[int, at_least(1)] = 3
+    """Consecutive steps with too high a loss that count as a divergence; with skip, the number of consecutive steps
+    skipped before the run stops."""
+    back_rate: Annotated[float, Check("a share above 0, at most 1", lambda share: 0 < share <= 1)] = 0.5
+    """Factor on the learning rate each time the run goes back."""
+    avoid_batch: bool = True
+    """After going back, leave out the batches that caused it."""
+    tries: Annotated[int, at_least(0)] = 3
+    """Number of times the run goes back before it stops."""
+    straggler_score: Annotated[float, Check("a number above 1", lambda score: score > 1)] = 1.5
+    """Report a rank whose busy time exceeds the median rank's by this factor."""
+    scales_every: Annotated[int | None, at_least(1, "step")] = 100
+    """Steps between checks of the root mean square of every parameter; null: never."""
+
+    def __post_init__(self) -> None:
+        check(self, "watch")
 
 
 class Verdict(StrEnum):

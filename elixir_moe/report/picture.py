@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.history import WINDOW, smooth
+from elixir_moe.report.history import WINDOW, smooth
 
 
 def draw_losses(

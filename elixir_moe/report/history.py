@@ -17,7 +17,7 @@ from rich.text import Text
 
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import ConfigError
-from elixir_moe.train.directory import is_claimed, is_run
+from elixir_moe.report.directory import is_claimed, is_run
 
 _SHOWN = {
     "state": "state",
@@ -242,7 +242,7 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
     """
-    from elixir_moe.train.picture import draw_losses, png_asked_for  # matplotlib takes a second to load
+    from elixir_moe.report.picture import draw_losses, png_asked_for  # matplotlib takes a second to load
 
     records = [record for _, record in records_of(directory / "metrics.jsonl")]
     train, validation = losses_of(records)

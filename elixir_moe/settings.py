@@ -100,13 +100,15 @@ def help_of(cls: type, needed: Mapping[str, str] | None = None) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
+    """The docstring under each field of a dataclass, those of its bases first."""
     found = {}
-    for field, text in itertools.pairwise(definition.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    for kind in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(kind):
+            (definition,) = ast.parse(inspect.getsource(kind)).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, text in itertools.pairwise(definition.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
 
 

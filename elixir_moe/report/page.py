@@ -12,8 +12,8 @@ from typing import Any
 from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.page import charts, document, model
 from elixir_moe.page.charts import Series
-from elixir_moe.train import history
-from elixir_moe.train.history import Story
+from elixir_moe.report import history
+from elixir_moe.report.history import Story
 
 _RECENT = 50
 """Steps over which the loads of experts are added up."""

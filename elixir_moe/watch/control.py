@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+from elixir_moe import settings
 from elixir_moe.records import ABOVE_0
-from elixir_moe.train import settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REQUEUE = 75
