@@ -705,7 +705,7 @@ def before_train(folder: str) -> tuple[str, str]:
 
 
 def test_what_comes_before_train_says_the_whole_way(ranks: Ranks, tmp_path: Path) -> None:
-    """A model that has its weights is saved as by the plain Trainer (docs/i_want_to.md)."""
+    """A model that has its weights is saved as by the plain Trainer (docs/wrapped.md)."""
     ((saved, inspected),) = ranks(1).run(before_train, str(tmp_path))
     assert "on the meta device until train()" in saved and "on_train_begin" in inspected
 

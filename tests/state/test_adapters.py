@@ -273,7 +273,7 @@ def test_prompts_are_refused_on_several_ranks(tmp_path: Path, ranks: Ranks) -> N
 
 @pytest.mark.usefixtures("alone")
 def test_a_merge_says_the_whole_way_and_changes_nothing() -> None:
-    """docs/i_want_to.md goes that way."""
+    """docs/wrapped.md goes that way."""
     model, optimizer = wrap(adapted("attention and experts"), "offload")
     before = em.full_state_dict(model)
     for merge in (model.merge_and_unload, model.base_model.merge_and_unload, model.merge_adapter, model.unload):
