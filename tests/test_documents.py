@@ -111,7 +111,12 @@ def test_every_snippet_is_python() -> None:
 
 @pytest.mark.parametrize(
     ("name", "number", "printed"),
-    [("training_loop", 11, '"scatter": true'), ("weights", 3, ""), ("wrapped", 8, "host"), ("i_want_to", 1, "eval_loss")],
+    [
+        ("training_loop", 11, '"scatter": true'),
+        ("weights", 3, ""),
+        ("wrapped", 8, "host"),
+        ("i_want_to", 1, "eval_loss"),
+    ],
 )
 def test_the_snippets_run_one_after_another(
     name: str,
