@@ -61,7 +61,6 @@ def machine(name: str, gpus: int) -> Hardware:
         ConfigError: no GPU has that name, or its nodes cannot have that many.
     """
     gpu = sheet(name)
-    host = _host(gpu)
     most = gpu.get("node_gpus", _MOST_WITHOUT_NODE)
     if gpus > most and (gpus % most or "network" not in gpu):
         nodes = f"whole nodes, multiples of {most}" if "network" in gpu else f"up to {most} in one host"
@@ -70,6 +69,7 @@ def machine(name: str, gpus: int) -> Hardware:
             f"elixir-moe plan --hardware-template {name}"
         )
     members = min(gpus, most)
+    host = _host(gpu, members)
     origins = dict.fromkeys(("gpu_bytes", "peak_tflops", "memory_bandwidth"), "data sheet")
     origins |= dict.fromkeys(gpu.get("assumed", ()), "assumed")
     origins["cpu_bytes"] = "assumed" if host["source"].startswith("assumed") else "data sheet"
@@ -99,11 +99,13 @@ def _is_one_memory(gpu: dict[str, Any]) -> bool:
     return "host" not in gpu
 
 
-def _host(gpu: dict[str, Any]) -> dict[str, Any]:
-    """The sheet of the host that the GPU is sold in."""
+def _host(gpu: dict[str, Any], members: int) -> dict[str, Any]:
+    """The sheet of the host that so many of the GPU are sold in."""
     if _is_one_memory(gpu):
         return {"source": gpu["source"], "cpu_bytes": gpu["gpu_bytes"], "memory_bandwidth": gpu["memory_bandwidth"]}
     found: dict[str, Any] = _sheets()["hosts"][gpu["host"]]
+    if members > found.get("most_gpus", members):
+        found = _sheets()["hosts"][found["larger"]]
     return found
 
 
@@ -124,6 +126,17 @@ def _links(gpu: dict[str, Any], host: dict[str, Any], n: int) -> Links:
         v_c=round(memory / _ADAM_BYTES, 2),
         b_g2g=round(n * peer, 1) if n > 1 else None,
     )
+
+
+def peaks(name: str, gpus: int) -> tuple[float | None, float]:
+    """(host link of a GPU, each way; memory of its node's host) by data sheets, in 1e9 bytes a second.
+
+    The link is None where GPU and host have one memory.
+    """
+    gpu = sheet(name)
+    members = min(gpus, gpu.get("node_gpus", _MOST_WITHOUT_NODE))
+    host = _host(gpu, members)
+    return gpu.get("host_link"), host["memory_bandwidth"] * _hosts(host, members)
 
 
 def _hosts(host: dict[str, Any], n: int) -> int:

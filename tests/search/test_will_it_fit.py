@@ -95,6 +95,14 @@ def test_a_host_of_few_gpus_has_what_belongs_to_them() -> None:
     assert 36 * one.cpu_bytes == 18 * four.cpu_bytes / 2 * 2 == rack.cpu_bytes == 36 * 480 * 10**9
 
 
+def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
+    two, eight = (gpus.machine("rtx-4090", n) for n in (2, 8))
+    assert eight.cpu_bytes == 4 * two.cpu_bytes and eight.links(8).v_c > 2 * two.links(2).v_c
+    (link, desktop), (same, server) = (gpus.peaks("rtx-4090", n) for n in (2, 8))
+    assert link == same and (desktop, server) == (89.6, 204.8)
+    assert gpus.peaks("gb10", 1) == (None, 273)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
