@@ -15,6 +15,8 @@ import torch
 import transformers
 
 import elixir_moe as em
+from elixir_moe.cli.tasks import model_of, task_of
+from elixir_moe.search.solve import solve
 from tests.support.documents import anchors, links, made_pages
 from tests.support.hf_cases import forget_accelerate
 
@@ -219,16 +221,74 @@ def test_the_pictures_are_what_the_command_draws(name: str) -> None:
     assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw(), "run: python docs/pictures.py"
 
 
-def test_the_table_of_what_fits_is_the_computed_one() -> None:
-    fits = runpy.run_path(str(DOCS / "what_fits.py"))
-    for page in fits["PAGES"]:
-        table = page.read_text().partition(fits["BEGIN"] + "\n")[2].partition(fits["END"])[0]
-        assert table == fits["table"](), "run: python docs/what_fits.py --write"
+SPEED = runpy.run_path(str(DOCS / "speed_of_light.py"))
+"""The command that predicts the speed of known models."""
+
+
+def test_the_tables_of_the_speed_of_light_are_what_the_command_writes() -> None:
+    assert SPEED["write"](check=True) == [], "run: python docs/speed_of_light.py --write"
+    assert all(
+        f"<!-- speed of light: {name} -->" in (DOCS / "speed_of_light.md").read_text() for name in SPEED["MODELS"]
+    )
+
+
+def test_no_prediction_is_above_its_bound() -> None:
+    everything = SPEED["kept"]()
+    found = list(SPEED["entries"](everything))
+    assert len(found) >= 60
+    for model, way, machine, entry in found:
+        step = SPEED["Step"](**everything["steps"][model][way][str(entry["sequences_per_gpu"])])
+        least = SPEED["bound"](step, SPEED["MACHINES"][machine])
+        assert entry["seconds"] >= max(least.values()) * 0.999, (model, way, machine)
+        assert entry["tokens_per_second"] <= entry["bound_tokens_per_second"], (model, way, machine)
+
+
+def test_a_bound_is_what_its_formula_says() -> None:
+    step = SPEED["Step"](flops=10**15, trained=10**10, frozen_bytes=0, passed=10**10, passed_bytes=2 * 10**10)
+    least = SPEED["bound"](step, SPEED["MACHINES"]["RTX 3060"])
+    vram, ram = 12 * 2**30, 64 * 2**30
+    moved = 10**10 - vram // 12
+    assert least == pytest.approx(
+        {
+            "compute": 1e15 / 25.5e12,
+            "link": max(2 * moved + 2e10 - vram, 2 * moved) / 31.5e9,
+            "Adam": 28 * moved / 89.6e9,
+            "disk": (12e10 - vram - ram) / 3e9,
+        }
+    )
+    frozen = SPEED["Step"](flops=0, trained=0, frozen_bytes=10**11, passed=0, passed_bytes=10**11)
+    least = SPEED["bound"](frozen, SPEED["MACHINES"]["RTX 3060"])
+    assert least["link"] == pytest.approx(2 * (1e11 - vram) / 31.5e9), "once in forward, once in backward"
+    assert least["disk"] == pytest.approx(2 * (1e11 - vram - ram) / 3e9)
+    assert "link" not in SPEED["bound"](frozen, SPEED["MACHINES"]["GB10"])
+
+
+def test_a_new_prediction_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        def __init__(self, *_given: object) -> None:
+            self.steps: dict[int, object] = {}
+
+        def on(self, _machine: object) -> dict[str, object]:
+            return {"fits": False}
+
+    scope = SPEED["compute"].__globals__
+    old = {"date": "2000-01-01", "fits": False}
+    (tmp_path / "kept.json").write_text(json.dumps({"steps": {}, "predictions": {"Qwen3-4B": {"full": {"T4": [old]}}}}))
+    monkeypatch.setitem(scope, "KEPT", tmp_path / "kept.json")
+    monkeypatch.setitem(scope, "Predictions", Stub)
+    for again, numbers in ((False, [1, 1]), (True, [2, 1]), (True, [2, 1])):
+        SPEED["compute"](["Qwen3-4B"], ["full"], ["T4", "L4"], again=again)
+        found = SPEED["kept"]()["predictions"]["Qwen3-4B"]["full"]
+        assert found["T4"][0] == old
+        assert [len(found[machine]) for machine in ("T4", "L4")] == numbers
 
 
 @pytest.mark.slow
-def test_an_answer_of_the_table_is_that_of_the_planner(tmp_path: Path) -> None:
-    fits = runpy.run_path(str(DOCS / "what_fits.py"))
-    kept = json.loads(fits["ANSWERS"].read_text())["answers"]["Qwen3-4B"]["full"]
-    answers = fits["Answers"]("Qwen3-4B", "full", tmp_path)
-    assert {machine: answers.on(machine) for machine in fits["MACHINES"]} == kept
+def test_a_predicted_cell_is_that_of_the_planner(tmp_path: Path) -> None:
+    """On two GPUs, where the step of one is taken for each of them."""
+    predictions, machine = SPEED["Predictions"]("Qwen3-0.6B", "LoRA", tmp_path), SPEED["MACHINES"]["2 × RTX 4090"]
+    entry = predictions.on(machine)
+    known = SPEED["asked"]("Qwen3-0.6B", "LoRA", entry["sequences_per_gpu"], machine, tmp_path)
+    task = task_of(known, machine.hardware, model_of(known, None), known.batch, known.seq)
+    assert entry["seconds"] == pytest.approx(solve(task).seconds.step, rel=1e-3)
+    assert entry["seconds"] >= max(entry["bound_seconds"].values())
