@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.dataless import cut, has_data, pieces
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.read_again import LinearReadAgain
 from elixir_moe.parallel.tiles import tile_of
@@ -380,9 +380,8 @@ def _chunks(
     """The tokens' places and logits, chunk by chunk, in the same memory."""
     size = max(1, head.chunk_bytes // max(1, len(weight) * _wide(weight).itemsize))
     memory = [rows.new_empty(min(size, len(rows)), len(weight), dtype=_wide(weight)) for _ in range(2)]
-    for start in range(0, len(rows), size):
-        part = slice(start, min(start + size, len(rows)))
-        logits, spare = (half[: part.stop - start] for half in memory)
+    for _, part in pieces(cut(len(rows), size), rows):
+        logits, spare = (half[: part.stop - part.start] for half in memory)
         _to_logits(rows[part].to(weight.dtype), weight, logits, head.chunk_bytes)
         if bias is not None:
             logits.add_(bias)
@@ -440,8 +439,8 @@ def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
     size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
     if isinstance(weight, _Decoded):  # whole blocks of rows
         size = -(-size // weight.packed.row_block) * weight.packed.row_block
-    for start in range(0, len(weight), size):
-        yield slice(start, min(start + size, len(weight)))
+    for _, block in pieces(cut(len(weight), size), on):
+        yield block
 
 
 def _to_logits(rows: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> None:

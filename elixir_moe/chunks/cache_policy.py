@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from elixir_moe.errors import PlanError
 
@@ -70,6 +71,15 @@ class Load:
     """True for a prefetch: the load was decided before the chunk was asked for."""
 
 
+class Holds(NamedTuple):
+    """A schedule without the entries that change nothing: acquires of what is held, releases of what stays held."""
+
+    entries: tuple[tuple[Verb, tuple[int, ...], tuple[int, ...]], ...]
+    """(verb, chunks that it begins or ends to hold, the position here of the next acquire of each)."""
+    first: dict[int, int]
+    """By chunk: the position of its first acquire here."""
+
+
 class Schedule:
     """A recorded sequence of entries with the positions at which each chunk is acquired."""
 
@@ -77,6 +87,30 @@ class Schedule:
         self.entries = tuple(entries)
         self.kept = frozenset(kept)
         """Chunks that no update makes stale (frozen ones): they stay gathered from one step to the next."""
+
+    @cached_property
+    def holds(self) -> "Holds":
+        """The entries that begin or end the first and the last hold on a chunk."""
+        found: list[tuple[Verb, tuple[int, ...]]] = []
+        held: dict[int, int] = {}
+        for entry in self.entries:
+            before = set(held)
+            _apply(held, entry.verb, entry.chunks)
+            chunks = tuple(c for c in dict.fromkeys(entry.chunks) if (c in before) is not (c in held))
+            if entry.verb is ACQUIRE and found and found[-1] == (RELEASE, chunks) and chunks[0] >= 0:
+                found.pop()  # nothing can leave in between
+            elif chunks:
+                found.append((entry.verb, chunks))
+        assert not held, "a step lets go all that it holds"
+        first = {c: at for at, (verb, chunks) in reversed([*enumerate(found)]) for c in chunks if verb is ACQUIRE}
+        later = {chunk: len(found) + first[chunk] if chunk in self.kept else NEVER for chunk in first}
+        entries: list[tuple[Verb, tuple[int, ...], tuple[int, ...]]] = []
+        for position in reversed(range(len(found))):
+            verb, chunks = found[position]
+            entries.append((verb, chunks, tuple(later[chunk] for chunk in chunks)))
+            if verb is ACQUIRE:
+                later.update(dict.fromkeys(chunks, position))
+        return Holds(tuple(reversed(entries)), first)
 
     @cached_property
     def wanted(self) -> tuple[frozenset[int], ...]:
@@ -121,6 +155,10 @@ class Schedule:
 
     def least_blocks(self) -> int:
         """The fewest blocks that can carry out the schedule: the most chunks ever held at once."""
+        return self._least_blocks
+
+    @cached_property
+    def _least_blocks(self) -> int:
         return max(self._held_together(), default=0)
 
     def most_weights(self) -> int:
@@ -465,6 +503,53 @@ def simulate(
         state.rewind()
         decisions += _play(schedule, state)
     return state.counts, decisions
+
+
+def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
+    """The weights that `simulate` loads without prefetches, in order: the same decisions, found many times faster.
+
+    Raises:
+        PlanError: there are fewer blocks than the schedule holds at once.
+    """
+    least = schedule.least_blocks()
+    if blocks < least:
+        raise PlanError(
+            f"all {blocks} blocks of the rCache are in use at once, and a step needs {least}: {advice(least)}"
+        )
+    where: dict[int, int] = {}
+    empty, sending = deque(range(blocks)), -1
+
+    def play() -> list[int]:
+        nonlocal sending
+        loads, held = list[int](), set[int]()
+        next_use = {chunk: schedule.holds.first[chunk] for chunk in where}
+        for verb, chunks, following in schedule.holds.entries:
+            if verb is RELEASE:
+                held.difference_update(chunks)
+                if chunks[0] < 0:
+                    sending = where.pop(chunks[0])
+                    empty.append(sending)
+                continue
+            held.update(chunks)
+            for chunk, use in zip(chunks, following, strict=True):
+                next_use[chunk] = use
+                if chunk in where:
+                    continue
+                victim = None
+                if not empty or (len(empty) == 1 and empty[0] == sending):
+                    victim = max((c for c in where if c not in held), key=next_use.__getitem__, default=None)
+                    if empty and (victim is None or next_use[victim] < NEVER):
+                        victim = None
+                where[chunk] = empty.popleft() if victim is None else where.pop(victim)
+                if chunk >= 0:
+                    loads.append(chunk)
+        return loads
+
+    for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):
+        play()
+        for chunk in [chunk for chunk in where if chunk not in schedule.kept]:
+            empty.append(where.pop(chunk))
+    return [chunk for _ in range(backwards) for chunk in play()]
 
 
 def _play(schedule: Schedule, state: CacheState) -> list[Load]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.parallel.dataless import even_counts, has_data, pieces
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.read_again import ReadAgain, saves_none
 from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
@@ -155,9 +155,9 @@ class _GroupedLinear(torch.autograd.Function):
             out = F.grouped_mm(rows, matrices, offs=groups.bounds[1:])
             return out if bias is None else out.add_(bias.index_select(0, groups.experts))
         out = rows.new_empty(len(rows), matrices.shape[2])
-        for e, (part, here) in enumerate(zip(rows.split(counts), out.split(counts), strict=True)):
-            if len(part):
-                _product(part, matrices[e], here, None if bias is None else bias[e])
+        for e, here in pieces(counts, rows):
+            if counts[e]:
+                _product(rows[here], matrices[e], out[here], None if bias is None else bias[e])
         return out
 
     @staticmethod
@@ -184,9 +184,8 @@ def _gradients_loop(
     grad_rows = grad.new_empty(len(grad), inputs) if needs[0] else None
     grad_weight = torch.empty_like(weight) if rows is not None else None
     grad_bias = weight.new_empty(len(weight), outputs) if needs[2] else None
-    start = 0
-    for e, g in enumerate(grad.split(counts)):
-        here = slice(start, start + len(g))
+    for e, here in pieces(counts, grad):
+        g = grad[here]
         if grad_rows is not None and len(g):
             _product(g, weight[e] if outputs_first else weight[e].t(), grad_rows[here])
         if grad_weight is not None and rows is not None:  # zeros for an expert without rows
@@ -194,7 +193,6 @@ def _gradients_loop(
             _product(left.t(), right, grad_weight[e])
         if grad_bias is not None:
             torch.sum(g, dim=0, out=grad_bias[e])
-        start += len(g)
     return grad_rows, grad_weight, grad_bias
 
 

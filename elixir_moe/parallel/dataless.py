@@ -1,11 +1,21 @@
 """Tensors with a shape and no data: meta and fake tensors, on which the planner runs a model.
 
-Owns the test whether a tensor has data, and the routing assumed without data.
+Owns the test whether a tensor has data, the routing assumed without data, and loops of which a trace runs a part.
 """
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
 
 from torch import Tensor
 
-from elixir_moe.torch_private import FakeTensor
+from elixir_moe.torch_private import FakeTensor, TorchDispatchMode, dispatch_modes
+
+
+class Recording(TorchDispatchMode):
+    """A dispatch mode that records what happens, in order of time."""
+
+    events: list[Any]
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -17,3 +27,28 @@ def even_counts(total: int, num_experts: int) -> list[int]:
     """`total` choices spread over the experts as evenly as whole numbers allow, as balanced routing would."""
     share, rest = divmod(total, num_experts)
     return [share + (e < rest) for e in range(num_experts)]
+
+
+def cut(total: int, size: int) -> list[int]:
+    """The lengths of pieces of `size` that make up `total`; the last one may be shorter."""
+    whole, rest = divmod(total, size)
+    return [size] * whole + [rest] * (rest > 0)
+
+
+def pieces(lengths: Sequence[int], on: Tensor) -> Iterator[tuple[int, slice]]:
+    """The number and the place of consecutive pieces of these lengths, for a loop whose turns do the same.
+
+    On tensors without data that something records, the loop has two turns for each run of equal lengths. The events of
+    the second then stand for those of all later ones: what a turn leaves in memory, the next one frees.
+    """
+    recording = [] if has_data(on) else [mode for mode in dispatch_modes() if isinstance(mode, Recording)]
+    number = start = 0
+    for length, run in groupby(lengths):
+        times = len(list(run))
+        for turn in range(min(times, 2) if recording else times):
+            began = [len(mode.events) for mode in recording]
+            yield number + turn, slice(start + turn * length, start + (turn + 1) * length)
+        if times > 2:
+            for mode, first in zip(recording, began, strict=True):
+                mode.events += (times - 2) * mode.events[first:]
+        number, start = number + times, start + times * length

@@ -32,7 +32,7 @@ from elixir_moe.chunks.step_order import (
     Happening,
 )
 from elixir_moe.moe.layer import MoE
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.dataless import Recording, has_data
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.autograd import hook_outputs, in_backward, tensors_in
 from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
@@ -44,7 +44,6 @@ from elixir_moe.torch_private import (
     FLASH_ON_CPU_BACKWARD,
     GROUPED_MM,
     DisableTorchFunctionSubclass,
-    TorchDispatchMode,
     group_of_name,
     running_node,
 )
@@ -126,7 +125,7 @@ def kept_of(events: Iterable[Event]) -> tuple[list[int], list[int]]:
     return [nbytes for nbytes, _ in kept], peaks
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Recording):
     """Records the events of whatever runs inside it. The model's parameters and buffers do not count as memory."""
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:

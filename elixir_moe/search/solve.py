@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from elixir_moe.chunks.cache_policy import Schedule, simulate
+from elixir_moe.chunks.cache_policy import Schedule, gathers
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
 from elixir_moe.chunks.packing import (
     FUSE_BELOW,
@@ -247,7 +247,7 @@ def price(
     if loads is None:
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
-        loads = gathers(schedule, plan.blocks(layout), task.accumulation)
+        loads = gathered(schedule, plan.blocks(layout), task.accumulation)
     if units is None:
         units = units_moved(task.profile.parts, layout)
     moved = cost.traffic(
@@ -271,20 +271,15 @@ def price(
     )
 
 
-def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
+def gathered(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
     """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none.
 
     Backwards behind `_ALIKE` gather what that one does.
     """
-
-    def of(backwards: int) -> list[int]:
-        found = simulate(schedule, blocks, prefetch=0, backwards=backwards)[1]
-        return [load.chunk for load in found if load.chunk >= 0]
-
     if backwards <= _ALIKE:
-        return of(backwards)
-    first = of(_ALIKE)
-    return first + (backwards - _ALIKE) * first[len(of(_ALIKE - 1)) :]
+        return gathers(schedule, blocks, backwards)
+    first = gathers(schedule, blocks, _ALIKE)
+    return first + (backwards - _ALIKE) * first[len(gathers(schedule, blocks, _ALIKE - 1)) :]
 
 
 def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
@@ -385,6 +380,7 @@ class _Packing:
         """Chunks used in place for each number of chunks on the device."""
         self._steps = {} if away is None else {0: away}
         """By chunks used in place: (schedule, least blocks, most open gradients, units)."""
+        self._gathered: dict[tuple[int, int, int], list[int]] = {}
 
     def homes(self, *, values_on_disk: bool = False) -> Homes:
         """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
@@ -415,6 +411,13 @@ class _Packing:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
             self._steps[in_place] = self._stepped(plan.place(self.layout))
         return self._steps[in_place]
+
+    def gathered(self, device_chunks: int, blocks: int, backwards: int) -> list[int]:
+        """The chunks gathered in a step with so many chunks on the device."""
+        key = self._in_place[device_chunks], blocks, backwards
+        if key not in self._gathered:
+            self._gathered[key] = gathered(self.step(device_chunks)[0], blocks, backwards)
+        return self._gathered[key]
 
 
 class Packings:
@@ -544,7 +547,7 @@ class _Length:
         layout = replace(plan.place(self._layout), open_gradients=gradients)
         priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=units)
         if known is None or _rank(priced(schedule.must_load)) < _rank(known):
-            self._found[blocks] = priced(gathers(schedule, plan.blocks(layout), self._task.accumulation))
+            self._found[blocks] = priced(self._packing.gathered(count, plan.blocks(layout), self._task.accumulation))
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """The missing bytes with the fewest blocks, for each number of chunks on the device."""

@@ -20,6 +20,7 @@ from elixir_moe.chunks.cache_policy import (
     Load,
     Schedule,
     Verb,
+    gathers,
     gradients_of,
     simulate,
 )
@@ -124,6 +125,19 @@ def test_nothing_beats_the_policy(schedule: Schedule, blocks: int) -> None:
         requests = sum(c >= 0 for entry in schedule.entries if entry.verb is ACQUIRE for c in entry.chunks)
         assert counts.hits + counts.misses == requests, "every gather was wanted"
         assert counts.prefetched <= (counts.misses if prefetch else 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules(), st.sets(st.integers(0, 4)), st.integers(0, 3), st.integers(1, 3))
+def test_the_search_counts_the_gathers_of_the_policy(
+    schedule: Schedule, kept: set[int], more: int, backwards: int
+) -> None:
+    schedule = Schedule(schedule.entries, kept=kept)
+    blocks = schedule.least_blocks() + more
+    _, loads = simulate(schedule, blocks, prefetch=0, backwards=backwards)
+    assert gathers(schedule, blocks, backwards) == [load.chunk for load in loads if load.chunk >= 0]
+    with pytest.raises(PlanError, match=f"set rcache_blocks to at least {schedule.least_blocks()}"):
+        gathers(schedule, schedule.least_blocks() - 1)
 
 
 @settings(max_examples=150, deadline=None)

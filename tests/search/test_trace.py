@@ -1,7 +1,9 @@
 """Steps traced on tensors without data: against the same on real ones, and against what the runtime asks for."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import elixir_moe as em
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import ConfigError
+from elixir_moe.linear_cross_entropy import linear_cross_entropy
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.runtime.units import find_parts
 from elixir_moe.search.events import Recorder, peak_of
 from elixir_moe.search.repeat import cuts_of
@@ -128,6 +132,39 @@ def test_layers_traced_once_count_as_often_as_they_run(shape: dict[str, Any], ch
     model = gpt(**shape, n_heads=4, checkpoint=checkpoint)
     assert cuts_of(model)
     assert trace(model, lm_loss, batch()) == trace(model, lm_loss, batch(), whole=True)
+
+
+@pytest.mark.parametrize("weight", ["bfloat16", "float32"])
+def test_turns_of_a_loop_left_out_count_as_often_as_they_would_run(weight: str, monkeypatch: Any) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = GroupedExperts(d_model=32, d_hidden=16, num_local=7)
+            self.head = nn.Linear(32, 500)
+
+    def loss(model: Any, rows: Tensor) -> Tensor:
+        bounds = torch.linspace(0, len(rows), 8).int()
+        out = model.experts(rows.to(model.head.weight.dtype), Groups(experts=bounds.long(), bounds=bounds))
+        labels = torch.zeros(len(rows), dtype=torch.int64)
+        return linear_cross_entropy(out, model.head, labels, chunk_bytes=10_000)  # 13 chunks, blocks of the weight too
+
+    model = Mixed().to(getattr(torch, weight))
+
+    def found() -> Any:
+        return trace(model, loss, torch.randn(64, 32), tokens=64)
+
+    shortened = found()
+    turns = list[int]()
+
+    def every(lengths: Sequence[int], on: Tensor) -> Iterator[tuple[int, slice]]:
+        turns.append(len(lengths))
+        for number, stop in enumerate(accumulate(lengths)):
+            yield number, slice(stop - lengths[number], stop)
+
+    for module in ("linear_cross_entropy", "moe.experts"):
+        monkeypatch.setattr(sys.modules[f"elixir_moe.{module}"], "pieces", every)
+    assert found() == shortened
+    assert max(turns) > 3
 
 
 def test_only_layers_that_agree_in_everything_are_cut() -> None:
