@@ -5,6 +5,7 @@ Owns the number of ranks and what is printed at the end. Decides nothing: TRL tr
 
 import argparse
 import json
+import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
@@ -15,15 +16,18 @@ import torch.distributed as dist
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here
 from elixir_moe.errors import ConfigError
 from elixir_moe.names import TRAINERS
+from elixir_moe.report.directory import CONTROL
 from elixir_moe.train import launch
 from elixir_moe.watch.control import INTERRUPTED, Signals, exit_code_of, named
+from elixir_moe.watch.supervisor import DIVERGED
 
 
 def run(known: argparse.Namespace) -> int:
     """Fine-tunes; returns the exit code."""
     try:
         from elixir_moe.finetune.arguments import parse, parser_of
-        from elixir_moe.finetune.run import StopAtSignal, finetune
+        from elixir_moe.finetune.callbacks import DivergedError
+        from elixir_moe.finetune.run import callbacks_of, finetune, stopped_by
     except ModuleNotFoundError as error:
         raise ConfigError(f"{known.verb} needs {error.name}: pip install trl peft") from error
 
@@ -44,23 +48,33 @@ def run(known: argparse.Namespace) -> int:
             flush=True,
         )
     with Signals(partial(leave, INTERRUPTED), tells=shown) as signals:
-        stop = StopAtSignal(signals)
+        callbacks = callbacks_of(given, signals, f"elixir-moe {shlex.join(known.arguments)}")
         with redirect_stdout(sys.stderr) if known.json or known.quiet else nullcontext():  # Trainer prints its losses
-            trainer = finetune(given, stop)
+            try:
+                trainer = finetune(given, callbacks)
+            except DivergedError as error:
+                return _ended(str(error), DIVERGED, shown)
     trainer.model._elixir.optimizer.close()
     dist.destroy_process_group()
-    if stop.received:
-        step, code = trainer.state.global_step, exit_code_of(stop.received)
+    stopped = stopped_by(callbacks)
+    if stopped is not None:
+        step = trainer.state.global_step
         resumes = "the same command with --resume_from_checkpoint true resumes it"
         if given.training.save_only_model:
             resumes = "it cannot be resumed, since --save_only_model keeps no state of the optimizer"
-        text = f"stopped after step {step} by {named(stop.received)}; saved in {folder}/checkpoint-{step}; {resumes}"
-        if not launch.leave_error(text, code) and shown:
-            print(f"elixir-moe: {text}", file=sys.stderr)
-        return code
+        by = named(stopped) if stopped else CONTROL
+        text = f"stopped after step {step} by {by}; saved in {folder}/checkpoint-{step}; {resumes}"
+        return _ended(text, exit_code_of(stopped) if stopped else 0, shown)
     if shown and known.json:
         print(json.dumps({"output_dir": folder, "log": trainer.state.log_history}))
     elif shown:
         what = "the adapters are" if given.model.use_peft else "the model is"
         print(f"Trained: {what} in {folder}, for {'PeftModel.' if given.model.use_peft else ''}from_pretrained.")
     return 0
+
+
+def _ended(text: str, code: int, shown: bool) -> int:
+    """Says, once, why the run ended early; returns the exit code."""
+    if not (code and launch.leave_error(text, code)) and shown:
+        print(f"elixir-moe: {text}", file=sys.stderr)
+    return code

@@ -41,9 +41,10 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     # Imported here, where signals are answered already.
     from elixir_moe.train import config as configs
     from elixir_moe.train.directory import check_directory, claim_directory
-    from elixir_moe.train.loop import DIVERGED, Stopped, train
+    from elixir_moe.train.loop import Stopped, train
     from elixir_moe.train.report import Console
     from elixir_moe.train.waiting import Waits
+    from elixir_moe.watch.supervisor import DIVERGED
 
     config = configs.load(known.config, overrides)
     ranks = number_of_ranks(known.nproc)

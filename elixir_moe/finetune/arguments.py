@@ -19,12 +19,13 @@ from elixir_moe.errors import ConfigError, meant
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.names import TRAINERS, SchemeName
 from elixir_moe.train.config import PlanConfig
+from elixir_moe.watch.supervisor import WatchConfig
 
 LEARNING_RATE = {"full": 2e-5, "adapters": 2e-4}
 """The default learning rate of `sft`. TRL's own is that for all weights, ten times too low for adapters."""
 LORA_DROPOUT = ModelConfig().lora_dropout
 """The default dropout of adapters, TRL's. It is 0 where parameters have adapters, since peft refuses any there."""
-PLAN_PREFIX = "plan_"
+PLAN_PREFIX, WATCH_PREFIX = "plan_", "supervise_"
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,18 @@ class _Added:
     spread_experts: int = field(
         default=1, metadata={"help": "Ranks that share the experts of each layer (expert parallelism)."}
     )
+    supervise: bool = field(
+        default=True,
+        metadata={
+            "help": "Watch each step: losses and gradients that are not finite, divergence, slow ranks, experts "
+            "without tokens. A run that diverges is stopped with its state saved apart; dpo, kto, reward and grpo "
+            "only note it."
+        },
+    )
+    profile_step: int | None = field(
+        default=None,
+        metadata={"help": "Number of a step whose gathers, reductions and updates `elixir-moe report --html` draws."},
+    )
 
 
 def _plan_field(name: str, words: str) -> tuple[str, Any, Any]:
@@ -51,9 +64,16 @@ def _plan_field(name: str, words: str) -> tuple[str, Any, Any]:
     return f"{PLAN_PREFIX}{name}", str | None, field(default=None, metadata={"help": words})
 
 
+def _watch_field(name: str, words: str) -> tuple[str, Any, Any]:
+    return f"{WATCH_PREFIX}{name}", str | None, field(default=None, metadata={"help": words})
+
+
 Added: Any = dataclasses.make_dataclass(
     "Added",
-    [_plan_field(name, words) for name, words in settings.docstrings(PlanConfig).items()],
+    [
+        *(_plan_field(name, words) for name, words in settings.docstrings(PlanConfig).items()),
+        *(_watch_field(name, words) for name, words in settings.docstrings(WatchConfig).items()),
+    ],
     bases=(_Added,),
     kw_only=True,
 )
@@ -79,6 +99,10 @@ class Arguments:
     """The format of frozen weights; None: their dtype."""
     ep: int
     """Ranks that share the experts of each layer."""
+    watch: WatchConfig | None
+    """What is watched, and the reactions; None: nothing."""
+    profile_step: int | None
+    """The step that is profiled; None: none."""
 
 
 class _Parser(TrlParser):  # type: ignore[misc]
@@ -128,15 +152,18 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
             [targets] if isinstance(targets, str) else targets or ()
         )
         model.lora_dropout = 0.0 if on_parameters else LORA_DROPOUT
+    plan, watch = _sections(kind, added)
     return Arguments(
         kind=kind,
         script=script,
         training=training,
         model=model,
         mixture=mixture,
-        plan=_plan(added),
+        plan=plan,
         scheme=_scheme(model, added.quantize),
         ep=added.spread_experts,
+        watch=watch,
+        profile_step=added.profile_step,
     )
 
 
@@ -159,16 +186,34 @@ def _refuse(training: Any, model: Any) -> None:
             raise ConfigError(f"{asked} is not served under a plan: {why}")
 
 
-def _plan(added: Any) -> PlanConfig:
-    values = {"kind": added.plan}
-    for each in dataclasses.fields(PlanConfig):
-        text = getattr(added, f"{PLAN_PREFIX}{each.name}", None)
-        if text is not None:
-            values[each.name] = text
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sections:
+    """The added arguments that are settings of `train`, too."""
+
+    plan: PlanConfig
+    watch: WatchConfig
+
+
+def _sections(kind: str, added: Any) -> tuple[PlanConfig, WatchConfig | None]:
+    """The plan, and what is watched. The losses of preferences and rewards jump, or are near 0: that is only noted."""
+    watched = _given(WatchConfig, added, WATCH_PREFIX)
+    if watched and not added.supervise:
+        raise ConfigError(f"--{WATCH_PREFIX}{watched[0][0]} with --supervise false: leave one of them out")
+    given = [("plan.kind", added.plan)]
+    given += [(f"plan.{name}", text) for name, text in _given(PlanConfig, added, PLAN_PREFIX)]
+    given += [(f"watch.{name}", text) for name, text in watched]
     try:
-        return settings.build(PlanConfig, {}, list(values.items()))
+        found = settings.build(_Sections, {"watch": {} if kind == "sft" else {"on_divergence": "note"}}, given)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("plan.kind", "--plan").replace("plan.", f"--{PLAN_PREFIX}")) from error
+        text = str(error).replace("plan.kind", "--plan").replace("plan.", f"--{PLAN_PREFIX}")
+        raise ConfigError(text.replace("watch.", f"--{WATCH_PREFIX}")) from error
+    return found.plan, found.watch if added.supervise else None
+
+
+def _given(kind: type, added: Any, prefix: str) -> list[tuple[str, str]]:
+    """(setting, text) of the arguments that were given for the fields of a dataclass of settings."""
+    texts = ((each.name, getattr(added, f"{prefix}{each.name}", None)) for each in dataclasses.fields(kind))
+    return [(name, text) for name, text in texts if text is not None]
 
 
 def _scheme(model: Any, quantize: str | None) -> str | None:

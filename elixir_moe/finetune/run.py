@@ -6,7 +6,7 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,18 @@ import transformers
 import trl
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError
 from elixir_moe.finetune.arguments import Arguments
+from elixir_moe.finetune.callbacks import ControlFile, Records, StopAtSignal, Supervise
 from elixir_moe.integrations.transformers import ElixirMixin
 from elixir_moe.models.adapters import fused_experts, peft_targets
 from elixir_moe.models.lora import EXPERTS
@@ -46,26 +52,32 @@ _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
 
 
-class StopAtSignal(transformers.TrainerCallback):
-    """Ends a training, with a checkpoint, after the step in which some rank received a signal."""
+def callbacks_of(given: Arguments, signals: Signals, command: str = "") -> list[TrainerCallback]:
+    """The callbacks of a command: records, supervision, `control.yaml` and signals."""
+    data = given.script.dataset_name or ", ".join(str(each.path) for each in given.mixture.datasets)
+    words = {
+        "command": command,
+        "model": given.model.model_name_or_path,
+        "data": data,
+        "trainer": f"TRL's {TRAINERS[given.kind]}Trainer",
+        "adapters": f"rank {given.model.lora_r}" if given.model.use_peft else "",
+        "frozen weights": given.scheme or "",
+    }
+    about = {name: str(text) for name, text in words.items() if text}
+    supervised = [] if given.watch is None else [Supervise(given.watch)]
+    return [Records(about=about, profile=given.profile_step), *supervised, ControlFile(), StopAtSignal(signals)]
 
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
-        self.received = 0
-        """The number of the signal, the same on all ranks; 0 if none."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called after each step. Collective."""
-        self.received = max(gathered(self._signals.received))
-        if self.received:
-            control.should_save = control.should_training_stop = True
+def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any:
+    """Trains, saves into ``--output_dir`` unless the run was stopped, and returns the trainer. Collective.
 
-
-def finetune(given: Arguments, stop: StopAtSignal | None = None) -> Any:
-    """Trains, saves into ``--output_dir`` unless a signal has ended it, and returns the trainer. Collective.
+    Args:
+        given: the arguments of a command.
+        callbacks: as `callbacks_of` makes them.
 
     Raises:
         ConfigError: the model, the data or a setting cannot be used; before any weight is read.
+        DivergedError: the supervisor has stopped the run.
     """
     training = given.training
     name = given.model.model_name_or_path
@@ -91,18 +103,28 @@ def finetune(given: Arguments, stop: StopAtSignal | None = None) -> Any:
         processing_class=tokenizer,
         plan=_plan(given, model),
         wrap={} if _is_whole(given) else {"weights": folder},
-        callbacks=None if stop is None else [stop],
+        callbacks=list(callbacks),
         **more,
     )
     if "ref" in getattr(trainer.model, "peft_config", {}):  # TRL's copy of adapters that have not been trained
         trainer.model.delete_adapter("ref")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    if stop is not None and stop.received:
+    if stopped_by(callbacks) is not None:
         return trainer
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=given.script.dataset_name)
     return trainer
+
+
+def stopped_by(callbacks: Sequence[TrainerCallback]) -> int | None:
+    """The number of the signal that has stopped a run, 0 for `control.yaml`; None if nothing has."""
+    for callback in callbacks:
+        if isinstance(callback, StopAtSignal) and callback.received:
+            return callback.received
+        if isinstance(callback, ControlFile) and callback.stopped:
+            return 0
+    return None
 
 
 def _folder(name: str, revision: str) -> str:

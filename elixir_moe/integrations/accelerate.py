@@ -45,14 +45,17 @@ def checkpoint_in(folder: str) -> str:
     return _settled("looked for a checkpoint", folder)[0]
 
 
-def save_over(folder: str, model: nn.Module, optimizer: ShardedOptimizer, frozen: Collection[str] = ()) -> None:
+def save_over(
+    folder: str, model: nn.Module, optimizer: ShardedOptimizer, frozen: Collection[str] = (), extra: Any = None
+) -> None:
     """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective.
 
-    The base of a peft model is read again from where it came from, but for the parameters named by `frozen`.
+    The base of a peft model is read again from where it came from, but for the parameters named by `frozen`. `extra`:
+    as in `em.save`.
     """
     target, there = _settled("looked for a checkpoint", folder)
     written = frozen if hasattr(model, "peft_config") else True
-    save(f"{target}.new" if there else target, model, optimizer, frozen=written)
+    save(f"{target}.new" if there else target, model, optimizer, frozen=written, extra=extra)
     if there:
         _settled("replaced a checkpoint", folder, before=lambda: os.rename(target, f"{target}.old"))
 

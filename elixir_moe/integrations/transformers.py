@@ -29,7 +29,8 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.integrations.accelerate import CHECKPOINT, ElixirAccelerator, checkpoint_in, save_over
-from elixir_moe.integrations.routers import Routers, busiest
+from elixir_moe.integrations.routers import Routers, busiest, has_routers
+from elixir_moe.integrations.steps import GoBack, StepCallback, StepFacts, Steps
 from elixir_moe.models.without_logits import WithoutLogits
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.save_pretrained import save_pretrained
@@ -63,6 +64,8 @@ class _CheckpointBetweenSteps(JITCheckpointCallback):
         """Nothing: `on_step_end` follows."""
 
 
+APART = "apart"
+"""The folder, in the trainer's, of checkpoints from which no run resumes by itself."""
 _ONE_BACKWARD = ("transformers", "trl")
 """Packages whose `training_step` calls backward once and reads no gradient."""
 
@@ -119,12 +122,29 @@ class ElixirMixin(_Trainer):
                 f"needs all gradients before the first update; set max_grad_norm=0, or leave update_in_backward out"
             )
         self._update_in_backward = update_in_backward
+        self._join_callbacks()
+        counted = self._step_callbacks and self.model_init is None and has_routers(self.model)
+        self._steps = Steps(Routers(self.model) if counted else None, self.args.device)
+        self._going_back, self._apart = False, ""
         self._fuses, self._wants_logits = loss == "fused", False
         self._without_logits: WithoutLogits | None = None
         if self._fuses:
             self._refuse_other_losses()
             if self.model is not None:
                 self._fused(self.model)
+
+    @property
+    def _step_callbacks(self) -> list[StepCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, StepCallback)]
+
+    def add_callback(self, callback: Any) -> None:
+        """As Trainer's."""
+        super().add_callback(callback)
+        self._join_callbacks()
+
+    def _join_callbacks(self) -> None:
+        for callback in self._step_callbacks:
+            callback.trainer = self
 
     def _refuse_other_losses(self) -> None:
         """Raises ConfigError if something else than Trainer computes the loss."""
@@ -153,12 +173,15 @@ class ElixirMixin(_Trainer):
         if self._clips or self._update_in_backward is not None:
             return bool(self._update_in_backward) and not self._clips
         steps = (kind for kind in type(self).__mro__ if "training_step" in vars(kind) and kind is not ElixirMixin)
-        own = {type(callback).on_pre_optimizer_step for callback in self.callback_handler.callbacks}
+        watching = self._step_callbacks
+        others = (callback for callback in self.callback_handler.callbacks if callback not in watching)
+        own = {type(callback).on_pre_optimizer_step for callback in others}
         return (
             self.args.save_strategy != SaveStrategy.NO
             and all(kind.__module__.partition(".")[0] in _ONE_BACKWARD for kind in steps)
             and own <= {TrainerCallback.on_pre_optimizer_step, _CheckpointBetweenSteps.on_pre_optimizer_step}
             and not self._sharded._optimizer_step_pre_hooks
+            and not any(callback.keeps_weights for callback in watching)
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -171,16 +194,75 @@ class ElixirMixin(_Trainer):
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = _whole(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            while True:
+                try:
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+                except GoBack as back:
+                    resume_from_checkpoint, self._going_back = back.folder, True
+                if self.neftune_noise_alpha is not None:  # `train` attaches it again
+                    self.neftune_hook_handle.remove()
+        finally:
+            self._going_back = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Trainer's."""
         self.accelerator.update_in_backward = self._updates_in_backward()
+        watched = bool(self._step_callbacks)
+        if watched:
+            self._steps.begin()
         found: torch.Tensor = super().training_step(*args, **kwargs)
+        if watched:
+            self._steps.end(found)
         return found
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps.norm = super()._get_grad_norm(*args, **kwargs)
+        return self._steps.norm
+
+    # ------------------------------------------------------------------------------------------- for callbacks of steps
+
+    def step_facts(self) -> StepFacts:
+        """The facts of the step whose gradients are there, in a callback's `on_pre_optimizer_step`. Collective."""
+        assert self._elixir is not None
+        return self._steps.facts(self.model, self._elixir)
+
+    @property
+    def may_have_updated(self) -> bool:
+        """Whether updates of this step may have begun in its backward, so that it cannot be dropped."""
+        return bool(self.accelerator.update_in_backward)
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients of a step: its update then changes neither weights nor moments."""
+        self._sharded.zero_grad()
+
+    @torch.no_grad()
+    def forward_again(self) -> None:
+        """Runs the forward passes of the step again. Collective."""
+        inputs, self._steps.inputs = self._steps.inputs, []
+        for each in inputs:
+            self.compute_loss(self.model, each)
+
+    def save_apart(self) -> str:
+        """Saves a checkpoint where no run resumes by itself, in ``OUT/apart``; returns its folder. Collective."""
+        self._apart = os.path.join(self.args.output_dir, APART)
+        try:
+            self._save_checkpoint(self.model, None)
+            return os.path.join(self._apart, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        finally:
+            self._apart = ""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._apart or str(super()._get_output_dir(trial))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._apart:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, with arguments as they come; without logits where `loss` says so and nobody wants them."""
+        if model.training and torch.is_grad_enabled() and self._step_callbacks:
+            self._steps.see(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         without_logits, smoother = self._fused(model), self.label_smoother
@@ -286,7 +368,8 @@ class ElixirMixin(_Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_over(output_dir, self.model, self._sharded, frozen=self._frozen_in(output_dir))
+        extra = {type(callback).__name__: callback.to_save() for callback in self._step_callbacks}
+        save_over(output_dir, self.model, self._sharded, frozen=self._frozen_in(output_dir), extra=extra)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -317,9 +400,11 @@ class ElixirMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load(checkpoint_in(checkpoint), self.model, self._sharded)
+        extra = load(checkpoint_in(checkpoint), self.model, self._sharded) or {}
         state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
         self.lr_scheduler.load_state_dict(state)
+        for callback in self._step_callbacks:
+            callback.restore(extra.get(type(callback).__name__, {}), back=self._going_back)
 
     def _load_best_model(self) -> None:
         load(checkpoint_in(self.state.best_model_checkpoint), self.model, self._sharded)
@@ -337,10 +422,10 @@ def _whole(folder: str) -> str:
     """
 
     def look() -> tuple[str, str]:
-        lacks = _lacking(folder) if not dist.is_initialized() or dist.get_rank() == 0 else ""
+        lacks = lacking(folder) if not dist.is_initialized() or dist.get_rank() == 0 else ""
         if not lacks:
             return folder, ""
-        before = [path for path in _checkpoints_before(folder) if not _lacking(path)]
+        before = [path for path in _checkpoints_before(folder) if not lacking(path)]
         if not before:
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {folder}: {lacks}, and no whole checkpoint comes before it. A run "
@@ -367,7 +452,7 @@ def _checkpoints_before(folder: str) -> list[str]:
     return [os.path.join(here, f"{PREFIX_CHECKPOINT_DIR}-{step}") for step in steps if step < int(last[1])]
 
 
-def _lacking(folder: str) -> str:
+def lacking(folder: str) -> str:
     """Says what keeps a training from resuming from the Trainer's checkpoint `folder`; empty if it is whole.
 
     The folder `CHECKPOINT` appears whole. Trainer writes its own files behind it, one after the other.

@@ -6,6 +6,7 @@ only rank 0 claims a directory.
     runs/x/   config.yaml           the settings, ready to be used again; also marks the directory as a run's
               plan.json             the plan
               layout.json           the chunks with their tiers and parameters, and the planned bytes
+              about.json            what the run is, in words: command, model, data, machine
               timeline.json         what ran when in the step that `run.profile` names
               metrics.jsonl         one object per step
               events.jsonl          other events: faults, new settings, failed saves; missing if there were none
@@ -35,7 +36,16 @@ from elixir_moe.state.marked import TEXT, collect, is_marked, lock, partials
 OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
 """Files that a run writes when it ends."""
 FILES: tuple[str, ...] = (
-    *("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "layout.json", "timeline.json"),
+    *(
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "status.json",
+        "layout.json",
+        "timeline.json",
+        "about.json",
+    ),
     *OF_THE_END,
 )
 APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
@@ -46,8 +56,8 @@ LOCK = ".lock"
 class Claim:
     """A run directory locked by this process, until the process ends or `release` is called."""
 
-    def __init__(self, path: Path, source: Path | None) -> None:
-        """Locks and marks `path`.
+    def __init__(self, path: Path, source: Path | None = None, *, name: str = "run.out") -> None:
+        """Locks and marks `path`. `name`: of the setting, for messages.
 
         Raises:
             ConfigError: another process trains in it, its ``.lock`` is not a run's, or its file system has no locks.
@@ -59,10 +69,10 @@ class Claim:
         try:
             if not lock(self._lock, path / LOCK):
                 raise ConfigError(
-                    f"run.out: another process trains in '{path}': wait for it, or choose another directory"
+                    f"{name}: another process trains in '{path}': wait for it, or choose another directory"
                 )
             if os.fstat(self._lock).st_size and not is_marked(path / LOCK):
-                raise ConfigError(f"run.out: {str(path / LOCK)!r} is no file of a run: choose another directory")
+                raise ConfigError(f"{name}: {str(path / LOCK)!r} is no file of a run: choose another directory")
             os.pwrite(self._lock, TEXT, 0)
         except BaseException:
             os.close(self._lock)

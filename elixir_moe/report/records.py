@@ -4,14 +4,22 @@ Owns the form of every record, and the files. Only rank 0 writes. Computes nothi
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from elixir_moe.chunks.plan import size_text
 from elixir_moe.report.history import finite, records_of
+
+_WHERE = {"device": "of device memory", "host": "of host memory", "disk": "on disk"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +36,8 @@ class StepRecord:
     """Learning rate of this step."""
     step_seconds: float
     """Wall time of the step, without evaluation."""
-    tokens_per_second: float
-    """Tokens per second, over all ranks, without those that fill rows up."""
+    tokens_per_second: float | None
+    """Tokens per second, over all ranks, without those that fill rows up; null where a trainer's batches name none."""
     statistics: dict[str, Any]
     """The step's part of the library's counters: rCache, and bytes moved by tier and by chunk group."""
     held_bytes: dict[str, int]
@@ -38,11 +46,13 @@ class StepRecord:
     """Of rank 0's process: ``host``, its memory at the end of the step; ``device``, the most that torch has allocated
     on a GPU so far."""
     tokens_per_expert: dict[str, list[int]]
-    """By mixture layer: tokens of the last micro-batch that chose each expert, over all ranks."""
+    """By mixture layer: tokens that chose each expert, over all ranks; in `train`, those of the last micro-batch."""
     val_loss: float | None
     """Validation loss after this step, in nats per token; null without evaluation."""
     activations: dict[str, dict[str, float]] = field(default_factory=dict)
     """By module: figures of its output for rank 0's first validation batch; empty without `run.activations`."""
+    planned_bytes: dict[str, int] = field(default_factory=dict)
+    """By tier: bytes that this step's plan foresees on rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +83,27 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return dict(finite(asdict(self)))
+
+
+def process_bytes(device: torch.device) -> dict[str, int]:
+    """Bytes of this process: ``host``, its memory now; on a GPU ``device``, the most that torch has allocated."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
+    return found | ({"device": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {})
+
+
+def planned_text(planned_bytes: Mapping[str, Mapping[str, int]]) -> str:
+    """The bytes of a plan by tier, in words."""
+    held = {tier: sum(kinds.values()) for tier, kinds in planned_bytes.items()}
+    there = ", ".join(f"{size_text(nbytes)} {_WHERE[tier]}" for tier, nbytes in held.items() if nbytes)
+    return f"{there} for weights, gradients and optimizer state"
+
+
+def machine() -> str:
+    """This machine in words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} CPU cores"
 
 
 class RunFiles:
@@ -137,6 +168,15 @@ class RunFiles:
         self.write("plan.json", plan_json + "\n")
         self.write("layout.json", json.dumps(facts) + "\n")
         return None if before == plan_json else _changed(before, plan_json)
+
+    def about(self, words: Mapping[str, str]) -> None:
+        """Writes what the run is, in words, with machine, versions and date."""
+        more = {
+            "machine": machine(),
+            "versions": f"elixir_moe {version('elixir-moe')}, torch {torch.__version__}",
+            "begun": f"{datetime.now():%Y-%m-%d %H:%M}",
+        }
+        self.write("about.json", json.dumps({**words, **more}) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file in the run directory atomically."""

@@ -33,7 +33,7 @@ from elixir_moe.inspect import inspect
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.report.directory import CONTROL, TENSORBOARD, Claim
-from elixir_moe.report.records import StepRecord, Summary
+from elixir_moe.report.records import StepRecord, Summary, process_bytes
 from elixir_moe.report.timeline import recorded
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store
@@ -48,12 +48,10 @@ from elixir_moe.train.report import Console, Report
 from elixir_moe.train.training import Training
 from elixir_moe.train.waiting import Waits
 from elixir_moe.train.writers import TensorBoard
-from elixir_moe.watch.control import INTERRUPTED, Control, ControlFile, Signals, exit_code_of, named
-from elixir_moe.watch.supervisor import Action, Observation, Supervisor, Verdict
+from elixir_moe.watch.control import INTERRUPTED, Control, ControlFile, Signals, changes, exit_code_of, named
+from elixir_moe.watch.supervisor import DIVERGED, Action, Observation, Supervisor, Verdict
 
 _LOG = logging.getLogger(__name__)
-DIVERGED = 3
-"""Exit code of a run that the supervisor stopped, with its state saved."""
 
 
 class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
@@ -376,7 +374,7 @@ class Loop:
                 tokens_per_second=training.tokens_per_step / seconds,
                 statistics=(inspect(training.model).statistics - before).as_dict(),
                 held_bytes=inspect(training.model).held_bytes,
-                process_bytes=memory.process_bytes(training.device),
+                process_bytes=process_bytes(training.device),
                 tokens_per_expert=experts,
                 val_loss=training.evaluate() if due else None,
                 activations=activations,
@@ -513,11 +511,10 @@ class Loop:
         if control is None:
             return Control()
         progress = self.training.progress
-        for name in ("lr", "clip_norm"):
-            value, before = getattr(control, name), getattr(progress, name)
-            if value is not None and value != before:
-                setattr(progress, name, value)
-                self._event("control", f"{name} is {value:g} from step {progress.step + 1} on, it was {before}")
+        now = {name: getattr(progress, name) for name in ("lr", "clip_norm")}
+        for name, value, text in changes(control, now, progress.step + 1):
+            setattr(progress, name, value)
+            self._event("control", text)
         return Control() if first else control
 
     def _busy_with(self, what: str) -> AbstractContextManager[None]:

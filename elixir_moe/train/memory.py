@@ -8,10 +8,8 @@ no error reaches them: there each rank's watchdog reads the store and aborts the
 
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +22,6 @@ from elixir_moe.train.config import PlanConfig, TrainConfig
 from elixir_moe.train.training import Training
 
 _KEY = "out of memory"
-
-
-def process_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes of this process: ``host``, its memory now; on a GPU ``device``, the most that torch has allocated."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
-    return found | ({"device": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {})
 
 
 def smaller(

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.report.directory import TENSORBOARD
 from elixir_moe.report.history import losses_of
-from elixir_moe.report.records import RunFiles, StepRecord, Summary
+from elixir_moe.report.records import RunFiles, StepRecord, Summary, planned_text
 from elixir_moe.train.writers import Writer, values_of
 
 _COLUMNS = {
@@ -30,7 +30,6 @@ _COLUMNS = {
     "shard_bytes": "state bytes",
 }
 """Heads of the columns that are not called as in `inspect`."""
-_WHERE = {"device": "of device memory", "host": "of host memory", "disk": "on disk"}
 __all__ = ["Console", "Report"]
 
 
@@ -100,12 +99,8 @@ class Report:
 
         Returns what differs from the plan of the run's previous start, as text; None if nothing does.
         """
-        held = {tier: sum(kinds.values()) for tier, kinds in facts["planned_bytes"].items()}
-        there = ", ".join(f"{size_text(nbytes)} {_WHERE[tier]}" for tier, nbytes in held.items() if nbytes)
-        self.say(
-            f"memory      of a rank: {there} for weights, gradients and optimizer state"
-            + "; --details shows the plan" * (not self._details)
-        )
+        more = "" if self._details else "; --details shows the plan"
+        self.say(f"memory      of a rank: {planned_text(facts['planned_bytes'])}{more}")
         if self._details:
             self._show(rows)
             if explanation:
@@ -190,7 +185,7 @@ class Report:
     def _line(self, record: StepRecord) -> str:
         norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"
         line = f"step {record.step:>5}  loss {record.loss:.4f}{norm}  lr {record.lr:.2e}"
-        line += f"  {record.tokens_per_second:,.0f} tokens/s"
+        line += f"  {record.tokens_per_second or 0:,.0f} tokens/s"
         if record.val_loss is not None:
             line += f"  validation {record.val_loss:.4f}"
             line += "" if self.bigram_loss is None else f" (bigram {self.bigram_loss:.4f})"

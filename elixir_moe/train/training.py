@@ -18,14 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.distributed.all_ranks import gathered
-from elixir_moe.kernels import sum_of_squares
 from elixir_moe.models.adapters import adapted_modules
 from elixir_moe.models.gpt import generate
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.setup.drawing import sharded_init
-from elixir_moe.state.checkpoint.held import held_pieces, share_of
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
@@ -34,11 +31,11 @@ from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
 from elixir_moe.train.data import Data, items_of, rows_of
 from elixir_moe.train.recipe import Recipe
 from elixir_moe.train.rows import Rows
+from elixir_moe.watch.tensors import name_not_finite, scales
 from elixir_moe.wrap import wrap
 
 _MANY_PASSES = 20
 """Passes over the rows above which the model learns to repeat them."""
-_MOST_NAMED = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,59 +196,17 @@ class Training:
 
     def scales(self) -> dict[str, float]:
         """Root mean square of every trainable parameter, from the masters. Collective."""
-        rows = {held.name: [0.0, 0.0] for held in held_pieces(self.wrapped) if held.chunk.spec.key.trainable}
-        for held in held_pieces(self.wrapped):
-            if held.name in rows:
-                part = held.cut(*share_of(held.chunk)).values.read()
-                squares, numel = rows[held.name]  # of other tiles
-                rows[held.name] = [squares + float(sum_of_squares(part)), numel + part.numel()]
-        table = torch.tensor(list(rows.values()), dtype=torch.float64).view(-1, 2)
-        dist.all_reduce(table, group=self.wrapped.groups.control)
-        return dict(zip(rows, (table[:, 0] / table[:, 1].clamp(min=1)).sqrt().tolist(), strict=True))
+        return scales(self.wrapped)
 
     def name_not_finite(self) -> str:
-        """Names the origin of values that are not finite: weights, a module's output, or the gradient nearest the loss.
+        """Names the origin of values that are not finite. Collective; needs the gradients, and drops them."""
+        drop = None if self.updating else self.optimizer.zero_grad
+        return name_not_finite(self.model, self.wrapped, self._forward_again, drop)
 
-        Collective. Needs the gradients of the step, and drops them. Of a step that cannot be undone, gradients alone.
-        """
-        gradients = self._union(self.wrapped.kept.not_finite())
-        if not self.updating:
-            self.optimizer.zero_grad()
-            weights = [name for name, scale in self.scales().items() if not math.isfinite(scale)]
-            if weights:
-                return f"; weights that are not finite: {', '.join(weights[:_MOST_NAMED])}"
-            modules = self._union(self._first_not_finite())
-            if modules:
-                return f"; the first output that is not finite is that of module {', '.join(modules[:_MOST_NAMED])}"
-        if gradients:
-            last = [name for name, _ in self.model.named_parameters() if name in gradients][-1]
-            return f"; the gradient of {last!r} is not finite, and those of {len(gradients) - 1} parameters before it"
-        return ""
-
-    @torch.no_grad()
-    def _first_not_finite(self) -> list[str]:
-        """The first module whose output is not finite in another forward of the batch; empty if there is none."""
-        found: list[str] = []
-
-        def look(name: str, output: Any) -> None:
-            for tensor in output if isinstance(output, tuple) else (output,):
-                if isinstance(tensor, Tensor) and not found and not bool(torch.isfinite(tensor).all()):
-                    found.append(name)
-
-        handles = [
-            module.register_forward_hook(lambda _module, _args, output, name=name: look(name, output))
-            for name, module in self.model.named_modules()
-        ]
+    def _forward_again(self) -> None:
         for micro_batch, items in self._micro_batches():
             self.recipe.loss(self.model, micro_batch, items)
-        for handle in handles:
-            handle.remove()
         self.recipe.tokens_per_expert(self.model)  # those of this forward do not count
-        return found
-
-    def _union(self, names: list[str]) -> list[str]:
-        everyone = gathered(names, self.wrapped.groups.control)
-        return list(dict.fromkeys(name for theirs in everyone for name in theirs))
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 

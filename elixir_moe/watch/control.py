@@ -4,11 +4,12 @@ Owns the signal handlers and the reading of the file. `loop` acts on requests be
 the first step, a signal ends the process. So does a second Ctrl-C at any time.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,17 @@ class Control:
     """Save now; once per change of the file."""
     stop: bool = False
     """Save and end now, when the file changes."""
+
+
+def changes(asked: Control, now: Mapping[str, float | None], step: int) -> Iterator[tuple[str, float, str]]:
+    """(name, value, what happens in words) of the numbers that `asked` changes, from `step` on.
+
+    `now`: the present numbers; those that a schedule has computed may differ in their last digits.
+    """
+    for name, before in now.items():
+        value = getattr(asked, name)
+        if value is not None and (before is None or not math.isclose(value, before)):
+            yield name, value, f"{name} is {value:g} from step {step} on, it was {before}"
 
 
 class ControlFile:

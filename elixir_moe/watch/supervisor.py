@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal
 
 from elixir_moe.records import ABOVE_0, Check, at_least, check
 
+DIVERGED = 3
+"""Exit code of a run that the supervisor stopped, with its state saved."""
 _FEWEST = 8
 _DEVIATION = 1.4826
 _LEAST_SPREAD = 0.02
@@ -36,8 +38,8 @@ class WatchConfig:
     on_nan: Literal["skip", "back", "stop"] = "stop"
     """Reaction to a loss or gradient that is not finite: skip the batch, go back to the last good checkpoint, or save
     the state and stop. Overflows of fp16 gradients are skipped first, up to 31 in a row."""
-    on_divergence: Literal["skip", "back", "stop"] = "stop"
-    """Reaction to losses far above recent ones; the choices are those of on_nan."""
+    on_divergence: Literal["note", "skip", "back", "stop"] = "stop"
+    """Reaction to losses far above recent ones: note it as an event, or as for on_nan."""
     window: Annotated[int, at_least(1)] = 64
     """Number of recent good steps to compare with."""
     deviations: Annotated[float, ABOVE_0] = 10.0
@@ -164,8 +166,8 @@ class Supervisor:
         """
         config = self._config
         goes_back = self._backs < config.tries
-        loss_keeps = {"skip": True, "back": not goes_back, "stop": config.patience == 1}[config.on_divergence]
-        return config.on_nan != "back" or not goes_back or loss_keeps or bool(self._off)
+        loss_keeps = {"note": False, "skip": True, "back": not goes_back, "stop": config.patience == 1}
+        return config.on_nan != "back" or not goes_back or loss_keeps[config.on_divergence] or bool(self._off)
 
     def scores(self) -> list[float]:
         """Busy time of each rank relative to the median rank; empty until there are enough steps."""
@@ -207,6 +209,10 @@ class Supervisor:
             return Action(notes=notes)
         first = self._off[0][0]
         reason = f"the run diverges since step {first}; " + reason
+        if config.on_divergence == "note":
+            self._losses.clear()  # the next steps say what is usual now
+            self._off.clear()
+            return Action(notes=(*notes, Note(kind="divergence", text=reason)))
         policy = "stop" if config.on_divergence == "skip" else config.on_divergence
         return self._act(policy, reason, list(self._off), notes)
 

@@ -6,9 +6,7 @@ The oracle is TRL's script in the same process, which reads the same words and f
 import importlib
 import json
 import math
-import os
 import shlex
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
-from elixir_moe.watch.control import Signals
 from tests.integrations.test_other_trainers import column
 from tests.integrations.test_other_trainers import tokenizer as words_tokenizer
 from tests.integrations.test_trainer import launched
@@ -87,28 +84,6 @@ def by_command(kind: str, words: Sequence[str], out: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def interrupted(kind: str, words: Sequence[str], out: Path) -> dict[str, Any]:
-    """(rank) As `by_command`; rank 0 receives Ctrl-C once step 1 is done."""
-    from elixir_moe.finetune.arguments import parse
-    from elixir_moe.finetune.run import StopAtSignal, finetune
-
-    class Late(StopAtSignal):
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            super().on_step_end(args, state, control, **more)
-            if torch.distributed.get_rank() == 0:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told pytest to ignore it
-    try:
-        with launched(), Signals(lambda: None, tells=False) as signals:
-            stop = Late(signals)
-            trainer = finetune(parse(kind, [*words, "--output_dir", str(out)]), stop)
-            trainer.model._elixir.optimizer.close()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return {"received": stop.received, "step": trainer.state.global_step}
-
-
 def by_trl(kind: str, words: Sequence[str], out: Path) -> None:
     """(rank) TRL's script, which would end the world of the pool with its trainer."""
     from transformers import Trainer
@@ -167,18 +142,6 @@ def test_a_command_trains_as_trls_script(ranks: Ranks, tmp_path: Path, kind: str
         # Rows are summed in another order on two ranks, and Adam divides by the size of a gradient.
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5 if world > 1 else 1e-6, msg=name)
         assert name not in before or not torch.equal(before[name], expected)
-
-
-def test_ctrl_c_saves_a_checkpoint_from_which_the_run_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    words = [*folder_of(tmp_path, "sft"), *in_words(2), *LORA, "--plan", "offload"]
-    unbroken = ranks(2).run(by_command, "sft", words, tmp_path / "unbroken")[0]
-    found = ranks(2).run(interrupted, "sft", words, tmp_path / "out")
-    assert found == [{"received": signal.SIGINT, "step": 2}] * 2, "it comes behind the agreement of step 1"
-    assert (tmp_path / "out" / "checkpoint-2").is_dir() and not list((tmp_path / "out").glob("*.safetensors"))
-    resumed = [*words, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
-    assert ranks(2).run(by_command, "sft", resumed, tmp_path / "out")[0] == unbroken
-    first, second = saved(tmp_path / "unbroken"), saved(tmp_path / "out")
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_words_come_from_a_file_too(ranks: Ranks, tmp_path: Path) -> None:

@@ -144,10 +144,10 @@ def _poison(training: Training, here: bool) -> None:
     """The next forward on one rank finds a NaN: in the sample table it uses."""
     if here:
         module = dict(training.model.named_modules())["blocks.0.mlp"]
-        module.register_forward_hook(_nan_once())
+        module.register_forward_hook(nan_once())
 
 
-def _nan_once() -> Callable[..., Any]:
+def nan_once() -> Callable[..., Any]:
     left = [1]
 
     def hook(_module: Any, _args: Any, output: Any) -> Any:

@@ -1,16 +1,13 @@
 """The supervisor's decisions on their own, and in a training: not a number, divergence, going back, new settings."""
 
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elixir_moe.watch.supervisor import Action, Observation, Supervisor, Verdict, WatchConfig
 from tests.support.ranks import RankPool
-from tests.support.train_cases import run, settings_of
 
 Ranks = Callable[[int], RankPool]
 
@@ -106,51 +103,3 @@ def test_an_expert_without_a_token_for_a_window_of_steps_is_told_of_once_each_ti
     text = "expert 1 of mlp has had no token for 4 steps"
     assert [(step, note.text) for step, a in enumerate(actions, 1) for note in a.notes] == [(4, text), (11, text)]
     assert all(action.verdict is Verdict.GO for action in actions)
-
-
-@pytest.mark.fault(13)
-def test_a_nan_on_one_rank_stops_all_with_a_name_and_the_state_apart(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2).run(run, settings_of(tmp_path / "out"), {4: "poison"}, 1)
-    for found in results:
-        # experts of both ranks have seen it by the end of forward
-        assert re.match(r"3 step 5: the loss of rank [01] is nan; the gradient of '.*' is not finite", found["ended"])
-    assert results[0]["status"]["state"] == "failed"
-    assert results[0]["apart"] == ["step-00000005"] and results[0]["checkpoints"] == ["step-00000002", "step-00000004"]
-
-
-@pytest.mark.fault(13, 14)
-@pytest.mark.parametrize("policy", ["skip", "back"])
-def test_a_nan_may_be_skipped_or_gone_back_from(policy: str, ranks: Ranks, tmp_path: Path) -> None:
-    config = settings_of(tmp_path / "out", watch={"on_nan": policy})
-    found = ranks(2).run(run, config, {3: "poison"}, 0)[0]
-    assert found["ended"] == "" and [line["step"] for line in found["metrics"]] == [1, 2, 3, 4, 5, 6]
-    kind, text = found["events"][0]
-    if policy == "skip":
-        assert kind == "skipped" and "the loss of rank 0 is nan" in text
-        assert found["metrics"][3]["loss"] is None
-    else:
-        assert kind == "went back" and "back to step 2, at 0.5 of the learning rate, without the batches [4]" in text
-        whole = ranks(2).run(run, settings_of(tmp_path / "whole"))[0]["metrics"]
-        assert [line["lr"] for line in found["metrics"][2:]] == [line["lr"] / 2 for line in whole[2:]]
-        assert found["metrics"][:3][0] == whole[0] and found["metrics"][3]["loss"] != whole[3]["loss"]
-
-
-def test_what_control_yaml_has_changed_holds_after_going_back(ranks: Ranks, tmp_path: Path) -> None:
-    config = settings_of(tmp_path / "out", watch={"on_nan": "back"}, save={"every": 4})
-    found = ranks(2).run(run, config, {4: "control: {lr: 0.001, clip_norm: 0.5}", 5: "poison"}, 0)[0]
-    assert [kind for kind, _ in found["events"]] == ["control", "control", "went back"], found["events"]
-    assert found["metrics"][-1]["lr"] == pytest.approx(0.001 * 0.1 / 2)
-
-
-def test_control_yaml_changes_saves_and_stops(ranks: Ranks, tmp_path: Path) -> None:
-    config = settings_of(tmp_path / "out", save={"every": 100})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "control.yaml").write_text("lr: 0.001\nstop: true\n")
-    found = ranks(2).run(run, config, {2: "control: {lrr: 1}", 3: "control: {save: true}", 4: "control: {stop: true}"})
-    assert found[0]["ended"].startswith("0 stopped after step 5 by control.yaml"), found[0]["ended"]
-    texts = [text for _, text in found[0]["events"]]
-    assert texts[0] == "lr is 0.001 from step 1 on, it was 0.003" and "did you mean 'lr'" in texts[1]
-    assert found[0]["checkpoints"] == ["step-00000004", "step-00000005"]
-    (tmp_path / "out" / "control.yaml").unlink()
-    again = ranks(2).run(run, config)[0]
-    assert again["ended"] == "" and again["metrics"][-1]["lr"] == pytest.approx(0.001 * 0.1), "the rate is kept"
