@@ -19,8 +19,7 @@ import yaml
 
 HERE = Path(__file__).parent
 RECIPES = sorted(HERE.glob("*.yaml"))
-_FITS = runpy.run_path(str(HERE.parent / "docs" / "what_fits.py"))
-_MODELS = _FITS["MODELS"] | {"Qwen3-8B": _FITS["_shape"](_FITS["_QWEN"], 4096, 12288, 36, 32)}
+_MODELS = runpy.run_path(str(HERE.parent / "docs" / "speed_of_light.py"))["MODELS"]
 _ALIKE = {"Llama-3.1-8B-Instruct": "Llama-3.1-8B", "Llama-3.3-70B-Instruct": "Llama-3.3-70B"}
 _ALIKE |= {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B"}
 _END = ("By command:", "In a script:")
