@@ -1,49 +1,51 @@
 """Draws the pictures of the documents: ``python docs/pictures.py``.
 
-Owns docs/pictures/*.svg: their arrangement, and the two that are drawings of words. Layers and bytes are read from
-wrapped models, and drawn by the charts of the library's own pages. The step in time is read from ARCHITECTURE.md.
-Text stays text; colors follow the reader's light or dark scheme.
+Owns docs/pictures/*.svg, which matplotlib draws as `report.figures` draws the page of a run: text stays text, and
+colors follow the reader's light or dark scheme. Layers and bytes are read from wrapped models, the step in time from
+ARCHITECTURE.md.
 """
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable
-from html import escape, unescape
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from elixir_moe.chunks.plan import size_text
+from elixir_moe.page import document, model
+from elixir_moe.page.document import Bar
+from elixir_moe.report import figures
+from elixir_moe.report.figures import FONT, Span, light
+
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "pictures"
-WIDTH = 480
-_MARGIN = 20
-_INNER = 440
-"""Width of a chart of `page.charts`."""
+QUIET = {"fontsize": FONT - 1, "color": light("quiet")}
 
 
 def layers() -> str:
     """A model's layers by tier and chunk, under three plans."""
-    from elixir_moe.page import model as drawn
-
-    charts = [(name, drawn.layers(facts["chunks"])) for name, facts, _ in _wrapped()]
-    return _page("A model of six layers under three plans", charts)
+    found = [(name, model.layers(facts["chunks"])) for name, facts, _ in _wrapped()]
+    keys = [("device", "in device memory"), ("host", "in host memory"), ("disk", "on disk")]
+    return _bars("Layers by tier, with the number of each chunk", found, keys)
 
 
 def bytes_by_kind() -> str:
     """Bytes of a rank by kind, as the plan foresees them, and as they are held."""
-    from elixir_moe.chunks.plan import size_text
-    from elixir_moe.page import charts
-    from elixir_moe.page import model as drawn
-
-    parts = []
+    found: list[tuple[str, Sequence[Bar]]] = []
+    keys: dict[str, str] = {}
     for name, facts, held in _wrapped():
-        rows = [
-            (tier, [charts.Part(label=f"{tier}: {nbytes:,} bytes", size=nbytes, color=tier)], size_text(nbytes))
+        rows, meanings = model.planned(facts["planned_bytes"])
+        keys |= dict(meanings)
+        rows += [
+            Bar(name=f"{model.TIERS[tier]}, held", end=size_text(nbytes), parts=[(nbytes, "gray", "", "")])
             for tier, nbytes in held.items()
             if nbytes
         ]
-        parts.append((name, drawn.planned(facts)))
-        parts.append(("", charts.bars("Held in a backward, by tier", rows, [])))
-    return _page("Bytes of a rank: planned by kind, and held", parts)
+        found.append((name, rows))
+    return _bars("Bytes of a rank: planned by kind, and held", found, [*keys.items(), ("gray", "held in a backward")])
 
 
 def _wrapped() -> Iterable[tuple[str, dict[str, Any], dict[str, int]]]:
@@ -60,146 +62,136 @@ def _wrapped() -> Iterable[tuple[str, dict[str, Any], dict[str, int]]]:
             ("Plan.offload(disk=FOLDER, disk_chunks=3)", em.Plan.offload(disk=folder, disk_chunks=3)),
         ):
             torch.manual_seed(0)
-            model = GPT(GPTConfig(n_layers=6, d_model=128, experts=(0, 4, 0, 4, 0, 4)), em.init_mesh())
-            model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
-            lm_loss(model, torch.arange(65).view(1, 65)).backward()
+            gpt = GPT(GPTConfig(n_layers=6, d_model=128, experts=(0, 4, 0, 4, 0, 4)), em.init_mesh())
+            gpt, optimizer = em.wrap(gpt, torch.optim.AdamW(gpt.parameters()), plan=plan)
+            lm_loss(gpt, torch.arange(65).view(1, 65)).backward()
             optimizer.step()
-            seen = em.inspect(model)
+            seen = em.inspect(gpt)
             yield name, seen.facts(), seen.held_bytes
             optimizer.close()
+
+
+def _bars(title: str, found: Sequence[tuple[str, Sequence[Bar]]], keys: Sequence[tuple[str, str]]) -> str:
+    """Stacked bars under the name of each plan, at one scale."""
+    lines = sum(len(rows) + 1.6 for _, rows in found)
+    figure, axes = figures.panel(16 * lines + 20 * ((len(keys) + 1) // 2) + 8)
+    longest = max(sum(size for size, *_ in row.parts) for _, rows in found for row in rows)
+    at, names = 0.0, []
+    for name, rows in found:
+        axes.text(0, at, name, fontsize=FONT, fontweight="bold", color=light("text"), va="center")
+        for row in rows:
+            at, left = at + 1, 0.0
+            names.append((at, row.name))
+            for size, color, inside, _ in row.parts:
+                axes.barh(at, size, left=left, height=0.8, color=light(color), edgecolor=light("card"), linewidth=0.5)
+                if size > longest / 25:
+                    _text(axes, left + size / 2, at, inside, color="inside")
+                left += size
+            axes.text(left + longest / 80, at, row.end, va="center", **QUIET)
+        at += 1.6
+    axes.set(xlim=(0, longest * 1.25), ylim=(at - 0.8, -0.8), xticks=[])
+    axes.set_yticks([place for place, _ in names], [name for _, name in names])
+    marks = [axes.barh(0, 0, color=light(color), label=meaning) for color, meaning in keys]
+    figure.legend(handles=marks, loc="outside lower left", ncols=2, frameon=False, fontsize=FONT - 1, handlelength=1,
+                  handleheight=1, labelcolor=light("text"), borderpad=0.2)  # fmt: skip
+    return _whole(title, figure)
 
 
 def step() -> str:
     """A step in time, from the lanes that ARCHITECTURE.md explains."""
     block = (DOCS.parent / "ARCHITECTURE.md").read_text().partition("### A step in time")[2].split("```")[1]
-    head, *lanes = [line for line in block.splitlines() if line.strip()]
-    first = 10
-    end = max(map(len, lanes)) + 4
-    scale = (_INNER - 62) / (end - first)
-    drawn = []
-    for word in re.finditer(r"\S+(?: \S+)*", head):
-        at = 62 + (word.start() - first) * scale
-        drawn.append(_text(at, 12, word[0], "quiet"))
-        drawn.append(f'<line class="mark" x1="{at - 3:.1f}" x2="{at - 3:.1f}" y1="2" y2="{26 * len(lanes) + 18}"/>')
-    for i, lane in enumerate(lanes):
-        down = 20 + 26 * i
-        name = lane[:first].strip()
-        drawn.append(_text(56, down + 15, name, "end"))
-        words = list(re.finditer(r"\S+(?: \d)?", lane[first:]))
-        for word, after in zip(words, [*words[1:], None], strict=True):
-            is_block = name.startswith("block")
-            stop = (after.start() if after else end - first) if is_block or name == "compute" else word.start() + 5.5
-            if not is_block and name == "compute":
+    head, *lines = [line for line in block.splitlines() if line.strip()]
+    first, end, spans = 10, max(map(len, lines)) + 4, []
+    for line in lines:
+        lane, found = line[:first].strip(), list(re.finditer(r"\S+(?: \d)?", line[first:]))
+        for word, after in zip(found, [*found[1:], None], strict=True):
+            stop = after.start() if after else end - first
+            if not lane.startswith("block"):
                 stop = min(stop, word.start() + 5.5)
-            left, width = 62 + word.start() * scale, (stop - word.start()) * scale - 1
-            kind = "frame" if word[0] in ("wait", "loss") else f"lane c{_color(name, word[0])}"
-            label = word[0].replace("weights", "w").replace("grads", "g") if width < 45 else word[0]
-            drawn.append(f'<rect class="{kind}" x="{left:.1f}" y="{down}" width="{width:.1f}" height="21"/>')
-            size = "tiny" if len(label) > 3 and width < 30 else "small"
-            style = f"{'quiet' if kind == 'frame' else 'inside'} {size} middle"
-            drawn.append(_text(left + width / 2, down + 14, label, style))
-    said = [
-        "Four layers, each a chunk in host memory; three blocks of the rCache.",
-        "F4, B4: forward and backward of layer 4.",
-        "f4, g4, r4, u4: fetch, gather, reduction and update of chunk 4.",
-        "A block holds weights or gradients of a chunk until the next ones come.",
-    ]
-    foot = [_text(0, 26 * len(lanes) + 38 + 14 * i, line, "quiet small") for i, line in enumerate(said)]
-    return _whole("A step in time", 26 * len(lanes) + 86, [*drawn, *foot])
+            name = word[0] if stop - word.start() > 20 else word[0].replace("weights", "w").replace("grads", "g")
+            spans.append(Span(lane=lane, name=name, begin=word.start(), end=stop - 0.4, color=_color(lane, word[0])))
+    figure = figures.lanes(spans)
+    axes = figure.axes[0]
+    axes.set_xticks([])
+    for word in re.finditer(r"\S+(?: \S+)*", head):
+        axes.axvline(word.start() - first - 0.6, color=light("quiet"), linewidth=0.8, linestyle=(0, (2, 3)))
+        axes.text(word.start() - first, -0.62, word[0], va="bottom", **QUIET)
+    axes.set_xlim(-1, end - first)
+    figure.supxlabel(
+        "Four layers, each a chunk in RAM; three blocks of the rCache.\n"
+        "F4, B4: forward and backward of layer 4; gray: wait, loss, norm.\n"
+        "f4, g4, r4, u4: fetch, gather, reduction, update of chunk 4.\n"
+        "w 4, g 4: a block holds weights or gradients of chunk 4.",
+        x=0.01, ha="left", **QUIET)  # fmt: skip
+    figure.set_figheight(figure.get_figheight() + 0.7)
+    return _whole("A step in time", figure)
 
 
-def _color(lane: str, word: str) -> int:
+def _color(lane: str, word: str) -> str:
+    if word in ("wait", "loss", "norm"):
+        return "grid"
     if lane.startswith("block"):
-        return 3 if word.startswith("grads") else 0
+        return "purple" if word.startswith("grads") else "device"
     if lane == "compute":
-        return 1 if word.startswith("B") else 2
-    return {"fetch": 5, "gather": 0, "reduce": 3, "update": 4}.get(lane, 7)
+        return "host" if word.startswith("B") else "disk"
+    return {"fetch": "teal", "gather": "device", "reduce": "purple", "update": "pink"}[lane]
 
 
 def parameter() -> str:
     """The way of a parameter through a step."""
-    boxes = [  # (x, y, width, words, class)
-        (0, 120, 150, ["shard in its tier:", "device, host or disk", "weights, master, moments"], "c7"),
-        (190, 30, 120, ["block of the rCache:", "weights of a chunk"], "c0"),
-        (350, 30, 90, ["forward", "and backward"], "c2"),
-        (190, 230, 120, ["block of the rCache:", "gradients of a chunk"], "c3"),
-        (350, 230, 90, ["gradients", "of a layer"], "c1"),
-    ]
-    drawn = []
-    for x, y, width, words, color in boxes:
-        height = 14 * len(words) + 14
-        drawn.append(f'<rect class="box {color}" x="{x}" y="{y}" width="{width}" height="{height}" rx="5"/>')
-        drawn += [_text(x + width / 2, y + 19 + 14 * i, word, "middle small") for i, word in enumerate(words)]
-    arrows = [  # (path, x and y of its words, words)
-        ("M65 120 L65 51 L186 51", 72, 44, "1 fetch, gather"),
-        ("M310 51 L346 51", 312, 44, "2 views"),
-        ("M250 72 L250 98 L120 98 L120 116", 256, 92, "dropped without"),
-        ("", 256, 104, "a write"),
-        ("M395 72 L395 226", 389, 155, "3 backward"),
-        ("M350 251 L314 251", 320, 244, "copy"),
-        ("M190 251 L75 251 L75 180", 82, 244, "4 reduce"),
+    figure, axes = figures.panel(250)
+    boxes = {  # (x, y, words, color)
+        "shard": (60, 125, "shard in its tier:\nVRAM, RAM or disk\nweights, master, moments", "gray"),
+        "weights": (196, 215, "block of the rCache:\nweights of a chunk", "device"),
+        "forward": (316, 215, "forward\nand backward", "disk"),
+        "gradients": (196, 45, "block of the rCache:\ngradients of a chunk", "purple"),
+        "layer": (316, 45, "gradients\nof a layer", "host"),
+    }
+    for x, y, words, color in boxes.values():
+        axes.text(x, y, words, ha="center", va="center", fontsize=FONT - 1, color=light("text"), linespacing=1.35,
+                  bbox={"boxstyle": "round,pad=0.5", "fc": light("back"), "ec": light(color), "lw": 1.5})  # fmt: skip
+    arrows = [  # corners, where and what is said
+        ([(50, 152), (50, 215), (140, 215)], (56, 224), "1 fetch, gather"),
+        ([(252, 215), (278, 215)], (249, 238), "2 views"),
+        ([(196, 196), (196, 170), (90, 170), (90, 152)], (98, 179), "dropped unwritten"),
+        ([(316, 196), (316, 65)], (258, 125), "3 backward"),
+        ([(288, 45), (255, 45)], (258, 60), "copy"),
+        ([(138, 45), (90, 45), (90, 98)], (94, 54), "4 reduce"),
         (
-            "M30 176 L30 290 L50 290 L50 180",
-            60,
-            294,
-            "5 update in place: gradient in, new weights, master and moments out",
+            [(30, 98), (30, 8), (50, 8), (50, 98)],
+            (58, 8),
+            "5 update in place: gradient in; weights,\nmaster, moments out",
         ),
     ]
-    for path, x, y, words in arrows:
-        drawn += [f'<path class="way" d="{path}" marker-end="url(#head)"/>'] if path else []
-        drawn.append(_text(x, y, words, "small" + (" end" if words == "3 backward" else "")))
-    return _whole("The way of a parameter through a step", 315, drawn)
+    look = {"color": light("quiet"), "linewidth": 1.2}
+    for corners, place, words in arrows:
+        axes.plot(*zip(*corners[:-1], strict=True), **look)
+        arrow = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0} | look
+        axes.annotate("", corners[-1], corners[-2], arrowprops=arrow)
+        axes.text(*place, words, va="center", **QUIET)
+    axes.set(xlim=(0, 360), ylim=(-10, 248), xticks=[], yticks=[])
+    return _whole("The way of a parameter through a step", figure)
 
 
-def _page(title: str, charts: Iterable[tuple[str, str]]) -> str:
-    """Charts of the library below each other, with their captions and legends as text of the drawing."""
-    drawn, down = [], 0.0
-    for name, figure in charts:
-        if name:
-            drawn.append(_text(0, down + 14, name, "strong"))
-            down += 20
-        caption = unescape(re.search(r"<figcaption>(.*?)</figcaption>", figure)[1])
-        box = re.search(r'<svg viewBox="0 0 \d+ ([\d.]+)"[^>]*>(.*?)</svg>', figure, re.DOTALL)
-        drawn.append(_text(0, down + 12, caption, "quiet"))
-        drawn.append(f'<g transform="translate(0 {down + 18:g})">{box[2]}</g>')
-        down += 18 + float(box[1])
-        across = 0.0
-        keys = re.findall(r'<li><i class="([^"]+)"></i>(.*?)(?: <b>.*?</b>)?</li>', figure)
-        for color, label in keys:
-            width = 14 + 6.2 * len(unescape(label)) + 12
-            if across + width > _INNER:
-                across, down = 0.0, down + 16
-            drawn.append(f'<rect class="{color}" x="{across:.1f}" y="{down + 3:g}" width="9" height="9"/>')
-            drawn.append(_text(across + 14, down + 11, unescape(label), "small"))
-            across += width
-        down += 22 if keys else 10
-    return _whole(title, down, drawn)
+def _text(axes: Axes, x: float, y: float, words: str, *, color: str) -> None:
+    axes.text(x, y, words, ha="center", va="center", fontsize=FONT - 1, color=light(color))
 
 
-def _whole(title: str, height: float, drawn: Iterable[str]) -> str:
-    from elixir_moe.page import document
-
-    style = re.search(r"<style>(.*?)</style>", document.fragment([]), re.DOTALL)[1]
-    style = style.replace(".elixir svg text", ".elixir text").replace(".elixir svg .", ".elixir .")
-    style += """
-.elixir text.small{font-size:10px}.elixir text.tiny{font-size:8.5px}.elixir text.strong{font-weight:600}
-.elixir .back{fill:var(--back)}.elixir rect.box{fill:var(--card);stroke:currentColor;stroke-width:1.5}
-.elixir .way{fill:none;stroke:var(--quiet);stroke-width:1.3}.elixir .tip{fill:var(--quiet)}"""
-    whole = height + 2 * _MARGIN + 20
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="elixir" viewBox="0 0 {WIDTH} {whole:g}" '
-        f'width="{WIDTH * 1.5:g}" '
-        f'role="img" aria-label="{escape(title, quote=True)}">\n<style>{style}</style>\n'
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>\n'
-        f'<rect class="back" width="{WIDTH}" height="{whole:g}"/>\n'
-        f'<g transform="translate({_MARGIN} {_MARGIN})">{_text(0, 8, title, "strong")}</g>\n'
-        f'<g transform="translate({_MARGIN} {_MARGIN + 20})">\n' + "\n".join(drawn) + "\n</g>\n</svg>\n"
+def _whole(title: str, figure: Figure) -> str:
+    """The picture with its title, its colors and a background, for a page that knows none of them."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 1, fontweight="bold", color=light("text"))
+    drawn = figures.svg(figure, title)
+    height = drawn.split('viewBox="')[1].split('"')[0].split()[3]
+    margin, width = 12, figures.WIDTH
+    box = f"{-margin} {-margin} {width + 2 * margin} {float(height) + 2 * margin:g}"
+    style = document.style(":root") + "text{font-family:system-ui,sans-serif}"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{1.8 * width:g}" stroke-linejoin="round" '
+        f'viewBox="{box}" role="img"'
     )
-
-
-def _text(x: float, y: float, words: str, classes: str) -> str:
-    return f'<text class="{classes}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+    back = f'<style>{style}</style><rect x="{-margin}" y="{-margin}" width="100%" height="100%" fill="var(--card)"/>'
+    body = drawn.partition(' role="img"')[2].replace(">", f">\n{back}", 1)
+    return re.sub(r"> <", ">\n<", head + body).rstrip() + "\n"
 
 
 PICTURES: dict[str, Callable[[], str]] = {

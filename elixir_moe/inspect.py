@@ -130,13 +130,14 @@ class Inspection:
         Raises:
             ConfigError: the file cannot be written.
         """
-        document.write(Path(path), document.page(f"{self._name}: where it lives", self._parts()))
+        name = f"{self._name}: where it lives"
+        document.write(Path(path), document.page(name, [document.heading(name), self._parts()]))
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return document.fragment(self._parts())
+        return document.fragment([self._parts()])
 
-    def _parts(self) -> list[str]:
+    def _parts(self) -> str:
         facts, moved = self.facts(), self.statistics.as_dict()
         counted = {name: n for name, n in moved.items() if isinstance(n, int)}
         for way in ("bytes_fetched", "bytes_offloaded"):
@@ -144,14 +145,17 @@ class Inspection:
         for group, collectives in moved["collective_bytes"].items():
             counted |= {f"{name} of {group}, bytes": n for name, n in collectives.items()}
         rows = [[name.replace("_", " "), f"{n:,}"] for name, n in counted.items()]
-        tables = [
+        cards = [
+            document.card(drawn.TITLE, [drawn.layer_bars(facts["chunks"])]),
+            document.card(
+                "Planned bytes of this rank, by tier", [document.bars(*drawn.planned(facts["planned_bytes"]))]
+            ),
             document.card("Chunks", [drawn.chunk_table(facts["chunks"])]),
             document.card("Planned and held in a backward", [drawn.bytes_table(facts, self.held_bytes)]),
             document.card("Plan", [document.text("\n".join(self._plan_lines()))]),
             document.card("Counted since wrap, on this rank", [document.table(["", "count"], rows)]),
         ]
-        charts = [drawn.layers(facts["chunks"]), drawn.planned(facts)]
-        return [document.section("Where the layers live", charts), document.section("In figures", tables)]
+        return document.cards(cards)
 
     def __str__(self) -> str:
         """The plan, and the state on this rank under it, as a table."""

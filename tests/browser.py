@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.test_page import page_of, write_run
 
-WIDTHS = (400, 1600)
+WIDTHS = (420, 1600)
 LEAST_PIXELS = 9
 """Height of letters below which a page is hard to read."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -26,13 +26,13 @@ AROUND = """<!doctype html><body style="margin:0">
 const frame = document.getElementById("frame");
 frame.width = WIDTH; frame.height = 900;
 frame.onload = () => {
-  const page = frame.contentDocument, figures = [...page.querySelectorAll("figure svg")];
+  const page = frame.contentDocument, figures = [...page.querySelectorAll("section svg")];
   const letters = [], beyond = [];
-  for (const text of page.querySelectorAll("svg text, p, td, th, h1, h2, figcaption, summary, li")) {
+  for (const text of page.querySelectorAll("svg text, p, td, th, h1, h2, li, .bar span, .tile *")) {
     if (!text.textContent.trim() || !text.getClientRects().length) continue;
     const svg = text.closest("svg"), box = text.getBoundingClientRect();
     letters.push(parseFloat(frame.contentWindow.getComputedStyle(text).fontSize) * (svg ? svg.getScreenCTM().a : 1));
-    if (svg && (box.left < -1 || box.right > WIDTH + 1)) beyond.push(text.textContent.slice(0, 40));
+    if (!text.closest(".table") && (box.left < -1 || box.right > WIDTH + 1)) beyond.push(text.textContent.slice(0, 40));
   }
   document.getElementById("found").textContent = JSON.stringify({
     title: page.title, width: page.documentElement.scrollWidth, letters: Math.min(...letters), beyond,
@@ -91,7 +91,7 @@ def check(found: dict[str, Any], figures: int, width: int) -> None:
 
 
 def main() -> None:
-    """Opens the page at each width, and leaves a picture of each in build/."""
+    """Opens the page at each width, and leaves pictures in light and dark, and a print, in build/."""
     browser, build = chromium(), Path("build").resolve()
     build.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -99,10 +99,12 @@ def main() -> None:
         page = Path(folder) / "page.html"
         for width in WIDTHS:
             found = looked_at(browser, page, width)
-            picture = build / f"page-{width}.png"
-            opened(browser, page, f"--window-size={width},2400", f"--screenshot={picture}")
-            print(f"{width} pixels: {found}, picture in {picture}")
-            check(found, text.count("<figure>"), width)
+            for scheme, arguments in {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}.items():
+                picture = build / f"page-{width}-{scheme}.png"
+                opened(browser, page, f"--window-size={width},2400", f"--screenshot={picture}", *arguments)
+            print(f"{width} pixels: {found}, pictures in {build}")
+            check(found, text.count("<svg"), width)
+        opened(browser, page, f"--print-to-pdf={build / 'page.pdf'}", "--no-pdf-header-footer")
 
 
 if __name__ == "__main__":

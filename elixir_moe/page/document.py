@@ -1,79 +1,117 @@
-"""One self-contained HTML page: its style, its sections and its tables.
+"""One self-contained HTML page: its colors, its cards, its bars and its tables.
 
 Owns the look of a page in light, dark and print, at any width. A page asks nothing of the network and runs no script:
-its own security policy forbids both. Draws nothing (`charts`).
+its own security policy forbids both. Draws no chart (`report.figures`).
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from elixir_moe.errors import ConfigError
 
+COLORS = {
+    "back": ("#f3f4f7", "#0e1217"),
+    "card": ("#ffffff", "#181d25"),
+    "grid": ("#e2e5ea", "#2d3541"),
+    "text": ("#1a1f26", "#e8ecf1"),
+    "quiet": ("#58626f", "#a3aebb"),
+    "inside": ("#fefefe", "#0b0e13"),
+    "device": ("#0b63c5", "#6cb0ff"),
+    "host": ("#b34700", "#ff9d5c"),
+    "disk": ("#15803d", "#5fd68a"),
+    "purple": ("#8b2fc9", "#cf9bff"),
+    "pink": ("#b0105f", "#ff85b8"),
+    "teal": ("#0e7490", "#4fd0e6"),
+    "gold": ("#7a5b00", "#e6c35c"),
+    "gray": ("#5b6470", "#a9b4c0"),
+    "device2": ("#3f86d6", "#4a8fe0"),
+    "device3": ("#7aaee8", "#9cc8f7"),
+    "host2": ("#d98545", "#ffc49b"),
+}
+"""{name: (in light and print, in the dark)}; no two are alike in the light, so that `themed` can tell them apart."""
+SERIES = ("device", "host", "disk", "purple", "pink", "teal", "gold", "gray")
+"""Colors of lines, in the order in which they are taken."""
+
 _STYLE = """
-.elixir{--back:#fff;--card:#f6f7f9;--line:#d5d9e0;--grid:#e3e6eb;--text:#1b1f24;--quiet:#59636e;--inside:#fff;
---c0:#0b63c5;--c1:#b34700;--c2:#15803d;--c3:#8b2fc9;--c4:#b0105f;--c5:#0e7490;--c6:#7a5b00;--c7:#5b6470;
---device:#0b63c5;--host:#b34700;--disk:#15803d;--k0:#0b63c5;--k1:#3f86d6;--k2:#7aaee8;--k3:#8b2fc9;--k4:#b34700;
---k5:#d98545;color:var(--text);background:var(--back);font:15px/1.45 system-ui,sans-serif;padding:1rem;
-color-scheme:light dark}
-@media screen and (prefers-color-scheme:dark){.elixir{--back:#12161c;--card:#1a2029;--line:#333c49;
---grid:#2a323d;--text:#e8ecf1;
---quiet:#a2adba;--inside:#0b0e12;--c0:#6cb0ff;--c1:#ff9d5c;--c2:#5fd68a;--c3:#cf9bff;--c4:#ff85b8;--c5:#4fd0e6;
---c6:#e6c35c;--c7:#a9b4c0;--device:#6cb0ff;--host:#ff9d5c;--disk:#5fd68a;--k0:#6cb0ff;--k1:#4a8fe0;--k2:#9cc8f7;
---k3:#cf9bff;--k4:#ff9d5c;--k5:#ffc49b}}
-.elixir h1{font-size:1.35rem;margin:.2rem 0 .6rem}.elixir h2{font-size:1.1rem;margin:1.6rem 0 .6rem}
-.elixir h3{font-size:.95rem;margin:.2rem 0 .4rem;overflow-wrap:anywhere}
-.elixir .cards{display:grid;gap:.8rem;align-items:start;
-grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));margin-bottom:.8rem}
-.elixir .card,.elixir figure{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:.7rem;
-margin:0 0 .8rem;max-width:36rem;min-width:0}
-.elixir .card{max-width:44rem}
-.elixir .card figure{border:0;padding:0}.elixir .cards>figure{margin:0}
-.elixir figcaption{font-weight:600;margin-bottom:.3rem}.elixir svg{width:100%;height:auto;display:block}
-.elixir svg text{font:11px system-ui,sans-serif;fill:var(--text)}.elixir svg .quiet{fill:var(--quiet)}
-.elixir svg .end{text-anchor:end}.elixir svg .middle{text-anchor:middle}.elixir svg text.inside{fill:var(--inside)}
-.elixir .grid{stroke:var(--grid)}.elixir .mark{stroke:var(--quiet);stroke-dasharray:2 3}
-.elixir .series{fill:none;stroke:currentColor;stroke-width:1.8}.elixir circle.series{fill:currentColor;stroke:none}
-.elixir .faint{opacity:.35}.elixir polyline.faint{stroke-width:1}.elixir polyline.dashed{stroke-dasharray:6 4}
-.elixir polyline.dots{stroke-width:1}.elixir .frame{fill:none;stroke:var(--line)}.elixir .heat{fill:var(--c0)}
-.elixir .lane{fill:currentColor}
-.elixir .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin:.4rem 0 0;
-padding:0;font-size:.85rem}.elixir .legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;
-margin-right:.35em;background:currentColor}.elixir .legend i.dashed{height:.2em;vertical-align:middle}
-.elixir .table{overflow-x:auto}.elixir table{border-collapse:collapse;font-size:.88rem}
-.elixir td{overflow-wrap:anywhere;min-width:3.6em}
-.elixir th,.elixir td{padding:.2rem .7rem .2rem 0;text-align:left;vertical-align:top;
-border-bottom:1px solid var(--grid)}
+.elixir{color:var(--text);background:var(--back);font:.94rem/1.45 system-ui,sans-serif;padding:1rem;
+color-scheme:light dark;overflow-wrap:anywhere}
+.elixir h1{font-size:1.4rem;line-height:1.2;margin:.2rem 0 .2rem}.elixir h2{font-size:1rem;margin:0 0 .5rem}
+.elixir h3{font-size:.88rem;margin:.7rem 0 .3rem}.elixir p{margin:.2rem 0 .5rem}
+.elixir .quiet{color:var(--quiet)}
+.elixir .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.8rem;margin:.8rem 0}
+.elixir .tile,.elixir .card{background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:.7rem .8rem}
+.elixir .tile b{display:block;font-size:1.3rem;line-height:1.3;font-variant-numeric:tabular-nums}
+.elixir .tile span{display:block;font-size:.82rem;color:var(--quiet)}
+.elixir .cards{columns:26rem;column-gap:.8rem}
+.elixir .card{margin:0 0 .8rem;break-inside:avoid;box-decoration-break:clone;-webkit-box-decoration-break:clone}
+.elixir h2{break-after:avoid}.elixir .card.long{break-inside:auto}.elixir .card.long tr,.elixir .bar{break-inside:avoid}
+.elixir svg{width:100%;height:auto;display:block;stroke-linejoin:round}
+.elixir svg text{font-family:system-ui,sans-serif}
+.elixir .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1rem;margin:.4rem 0 0;padding:0;
+font-size:.85rem}
+.elixir .legend i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
+.elixir .bar{display:grid;grid-template-columns:1fr auto;gap:0 .8rem;font-size:.85rem;margin-bottom:.35rem}
+.elixir .bar>div{grid-column:1/3;display:flex;height:1.15rem;gap:1px}
+.elixir .bar i{color:var(--inside);font:.72rem/1.15rem system-ui,sans-serif;text-align:center;overflow:hidden;
+border-radius:2px;min-width:1px;text-wrap:nowrap}
+.elixir .table{overflow-x:auto}.elixir table{border-collapse:collapse;font-size:.86rem;width:100%}
+.elixir th,.elixir td{padding:.2rem .6rem .2rem 0;text-align:left;vertical-align:top;overflow-wrap:normal;
+border-bottom:1px solid var(--grid)}.elixir th{font-size:.8rem;color:var(--quiet)}
+.elixir td:not(.number){overflow-wrap:anywhere;min-width:6.2em}
+.elixir td:last-child,.elixir th:last-child{padding-right:0}
+.elixir td.number{white-space:nowrap}
 .elixir td.number,.elixir th.number{text-align:right;font-variant-numeric:tabular-nums}
-.elixir pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.82rem;margin:0}.elixir p{max-width:60rem}
-@media (max-width:30rem){.elixir svg text{font-size:11.7px}}
-@media print{.elixir{--card:#fff;--text:#000;--quiet:#333;font-size:11px;padding:0;color-scheme:light;
-print-color-adjust:exact;-webkit-print-color-adjust:exact}
-.elixir figure,.elixir .card,.elixir tr{break-inside:avoid}.elixir h2{break-after:avoid}
-.elixir .cards{grid-template-columns:1fr 1fr}}
+@media (max-width:30rem){.elixir table{font-size:.78rem}.elixir th{font-size:.74rem}
+.elixir th,.elixir td{padding-right:.4rem}}
+.elixir pre{white-space:pre-wrap;font-size:.82rem;margin:0}
+@media print{.elixir{background:none;padding:0;color-scheme:light;
+print-color-adjust:exact;-webkit-print-color-adjust:exact}.elixir .cards{columns:2}}
 """
-_COLOURS = "".join(
-    f".elixir .{name}{{color:var(--{name})}}.elixir rect.{name}{{fill:var(--{name})}}"
-    for name in [*(f"c{i}" for i in range(8)), *(f"k{i}" for i in range(6)), "device", "host", "disk"]
-)
+_LONG = 24
+"""Rows of the longest card that stays whole."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A row of a stack of bars: its name, what is written behind it, and its parts."""
+
+    name: str
+    end: str
+    parts: Sequence[tuple[float, str, str, str]]
+    """(size, name of the color, what is written inside, what is said of it) of each part."""
+
+
+def style(selector: str) -> str:
+    """The variables of the colors, for light, dark and print."""
+    light, dark = (";".join(f"--{name}:{pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
+    return f"{selector}{{{light}}}@media screen and (prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
+
+
+def themed(svg: str) -> str:
+    """A drawing in the colors of the light, in those of the page."""
+    for name, (light, _) in COLORS.items():
+        svg = svg.replace(light, f"var(--{name})")
+    return svg
 
 
 def fragment(parts: Iterable[str]) -> str:
     """What a notebook shows: the parts with their style, which reaches nothing outside of them."""
-    return f'<div class="elixir"><style>{_STYLE}{_COLOURS}</style>{"".join(parts)}</div>'
+    return f'<div class="elixir"><style>{style(".elixir")}{_STYLE}</style>{"".join(parts)}</div>'
 
 
 def page(title: str, parts: Iterable[str]) -> str:
     """A whole HTML document."""
-    name = escape(title)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        "<style>body{margin:0}@media screen and (prefers-color-scheme:dark){body{background:#12161c}}</style></head>"
-        f"<body>{fragment([f'<h1>{name}</h1>', *parts])}</body></html>\n"
+        f"<style>{style(':root')}body{{margin:0;background:var(--back)}}"
+        "@media print{html{font-size:11px}body{background:none}}</style>"
+        f"</head><body>{fragment(parts)}</body></html>\n"
     )
 
 
@@ -85,16 +123,59 @@ def write(path: Path, document: str) -> None:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}; choose another file") from error
 
 
-def section(title: str, parts: Iterable[str]) -> str:
-    """A heading with what belongs to it, side by side where the width allows; empty if nothing does."""
-    found = "".join(part for part in parts if part)
-    return f'<section><h2>{escape(title)}</h2><div class="cards">{found}</div></section>' if found else ""
+def heading(title: str, below: str = "") -> str:
+    """The title of a page, and a quiet line below it."""
+    return f"<h1>{escape(title)}</h1>" + (f'<p class="quiet">{escape(below)}</p>' if below else "")
+
+
+def tiles(found: Iterable[tuple[str, str, str]]) -> str:
+    """(what, its value, a remark) of the figures that people look at first, side by side."""
+    said = "".join(
+        f'<div class="tile"><span>{escape(what)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>'
+        for what, value, remark in found
+    )
+    return f'<div class="tiles">{said}</div>' if said else ""
+
+
+def cards(found: Iterable[str]) -> str:
+    """Cards in as many columns as the width allows."""
+    return f'<div class="cards">{"".join(found)}</div>'
 
 
 def card(title: str, parts: Iterable[str]) -> str:
-    """Parts in a frame; empty if there are none."""
-    found = "".join(part for part in parts if part)
-    return f'<div class="card"><h3>{escape(title)}</h3>{found}</div>' if found else ""
+    """Parts in a frame, which may break between columns and pages if it has many rows; empty if there are none."""
+    found = "".join(parts)
+    long = " long" * (found.count("<tr>") + found.count('class="bar"') > _LONG)
+    return f'<section class="card{long}"><h2>{escape(title)}</h2>{found}</section>' if found else ""
+
+
+def bars(rows: Sequence[Bar], keys: Iterable[tuple[str, str]] = ()) -> str:
+    """Stacked bars, one a row, all at the same scale; empty without a row. `keys`: (color, meaning)."""
+    longest = max((sum(size for size, *_ in row.parts) for row in rows), default=0) or 1
+    drawn = []
+    for row in rows:
+        inner = "".join(
+            f'<i style="width:{100 * size / longest:.3f}%;background:{_var(color)}" '
+            f'title="{escape(said, quote=True)}">{escape(inside)}</i>'
+            for size, color, inside, said in row.parts
+        )
+        drawn.append(f'<div class="bar"><span>{escape(row.name)}</span><span>{escape(row.end)}</span>'
+                     f"<div>{inner}</div></div>")  # fmt: skip
+    return "".join(drawn) + (legend((color, meaning, "") for color, meaning in keys) if rows else "")
+
+
+def legend(keys: Iterable[tuple[str, str, str]]) -> str:
+    """(color, meaning, value) of each mark of a drawing above."""
+    said = "".join(
+        f'<li><i style="background:{_var(color)}"></i>{escape(meaning)}'
+        f"{f' <b>{escape(value)}</b>' if value else ''}</li>"
+        for color, meaning, value in keys
+    )
+    return f'<ul class="legend">{said}</ul>' if said else ""
+
+
+def _var(color: str) -> str:
+    return f"var(--{color if color in COLORS else 'gray'})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:

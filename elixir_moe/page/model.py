@@ -1,6 +1,6 @@
 """Where a wrapped model lives: its layers by tier and chunk, and the bytes of each tier.
 
-Owns the charts and tables of the facts that `em.inspect` gives as plain data, for one model and for the model of a run.
+Owns the bars and tables of the facts that `em.inspect` gives as plain data, for one model and for the model of a run.
 Reads no model.
 """
 
@@ -8,25 +8,27 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elixir_moe.chunks.plan import Tier, size_text
-from elixir_moe.page import charts, document
+from elixir_moe.chunks.plan import size_text
+from elixir_moe.page import document
+from elixir_moe.page.document import Bar
 
 _LAYER = re.compile(r"(.*?\.)?(\d+)(?:\.|$)")
-_MOST_ROWS = 48
-"""Layers drawn one a row; of more, the last ones are counted."""
 _KINDS = {
-    "rcache": ("k0", "rCache"),
-    "resident": ("k1", "gathered, resident"),
-    "reductions": ("k2", "reductions and gradients"),
-    "sums": ("k3", "sums of gradients"),
-    "shards": ("k4", "shards, masters, moments"),
-    "buffers": ("k5", "buffers of the disk"),
+    "rcache": ("device", "rCache"),
+    "resident": ("device2", "gathered, resident"),
+    "reductions": ("device3", "reductions and gradients"),
+    "sums": ("purple", "sums of gradients"),
+    "shards": ("host", "shards, masters, moments"),
+    "buffers": ("host2", "buffers of the disk"),
 }
 """{kind of bytes: (color, meaning)}, as in `Inspection.facts`."""
+TIERS = {"device": "VRAM", "host": "RAM", "disk": "Disk"}
+"""What users call each tier."""
+TITLE = "Layers: elements on this rank by tier, cut where a chunk ends"
 
 
-def layers(chunks: Sequence[Mapping[str, Any]]) -> str:
-    """The layers, one a row: elements by tier, with the number of each chunk. Empty without a chunk.
+def layers(chunks: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """The layers, one a row: elements by tier, with the number of each chunk.
 
     Args:
         chunks: as `Inspection.facts` gives them. Consecutive layers that are alike share a row.
@@ -43,26 +45,23 @@ def layers(chunks: Sequence[Mapping[str, Any]]) -> str:
             rows[-1][0].append(name)
         else:
             rows.append(([name], places))
-    shown = [
-        (
-            names[0] if len(names) == 1 else f"{names[0]} … {layer_number(names[-1])}",
-            [
-                charts.Part(
-                    label=f"chunk {index}, {tier}: {numel:,} elements",
-                    size=numel,
-                    color=tier,
-                    text=str(index) if len(names) == 1 else "",
-                )
+    return [
+        Bar(
+            name=names[0] if len(names) == 1 else f"{names[0]} … {layer_number(names[-1])}",
+            end=f"{sum(places.values()):,}" if len(names) == 1 else f"{len(names)} × {sum(places.values()):,}",
+            parts=[
+                (numel, tier, str(index) if len(names) == 1 else "", f"chunk {index}, {tier}: {numel:,} elements")
                 for (index, tier), numel in places.items()
             ],
-            f"{sum(places.values()):,}" if len(names) == 1 else f"{len(names)} × {sum(places.values()):,}",
         )
-        for names, places in rows[:_MOST_ROWS]
+        for names, places in rows
     ]
-    left = sum(len(names) for names, _ in rows[_MOST_ROWS:])
-    title = f"Layers: elements on this rank by tier, cut where a chunk ends{f'; {left} more' if left else ''}"
+
+
+def layer_bars(chunks: Sequence[Mapping[str, Any]]) -> str:
+    """The layers with the meaning of the colors."""
     there = {chunk["tier"] for chunk in chunks}
-    return charts.bars(title, shown, [(tier.value, tier.value) for tier in Tier if tier.value in there])
+    return document.bars(layers(chunks), [(tier, name) for tier, name in TIERS.items() if tier in there])
 
 
 def layer_of(name: str) -> str:
@@ -88,20 +87,16 @@ def _follows(one: str, other: str) -> bool:
     return together and first.isdigit() and second.isdigit() and int(second) == int(first) + 1
 
 
-def planned(facts: Mapping[str, Any]) -> str:
-    """The bytes that the plan foresees, by tier and kind; as a chart with a row for each tier that has any."""
-    rows = []
-    for tier, kinds in facts["planned_bytes"].items():
-        parts = [
-            charts.Part(label=f"{_KINDS[kind][1]}: {size_text(nbytes)}", size=nbytes, color=_KINDS[kind][0])
-            for kind, nbytes in kinds.items()
-            if nbytes
-        ]
+def planned(planned_bytes: Mapping[str, Mapping[str, int]]) -> tuple[list[Bar], list[tuple[str, str]]]:
+    """A bar for each tier of which the plan foresees bytes, by kind, and the meaning of the colors."""
+    rows, seen = [], dict[str, str]()
+    for tier, kinds in planned_bytes.items():
+        there = [(kind, *_KINDS.get(kind, ("gray", kind)), nbytes) for kind, nbytes in kinds.items() if nbytes]
+        parts = [(nbytes, color, "", f"{meaning}: {size_text(nbytes)}") for _, color, meaning, nbytes in there]
+        seen |= {color: meaning for _, color, meaning, _ in there}
         if parts:
-            rows.append((tier, parts, size_text(sum(part.size for part in parts))))
-    seen = {kind for kinds in facts["planned_bytes"].values() for kind, nbytes in kinds.items() if nbytes}
-    keys = [(color, meaning) for kind, (color, meaning) in _KINDS.items() if kind in seen]
-    return charts.bars("Planned bytes of this rank, by tier", rows, keys)
+            rows.append(Bar(name=TIERS.get(tier, tier), end=size_text(sum(kinds.values())), parts=parts))
+    return rows, list(seen.items())
 
 
 def bytes_table(facts: Mapping[str, Any], held: Mapping[str, int]) -> str:
@@ -119,5 +114,8 @@ def chunk_table(chunks: Sequence[Mapping[str, Any]]) -> str:
         row[0] += 1
         row[1] += sum(numel for _, numel in chunk["parameters"])
         row[2] += chunk["shard_bytes"]
-    cells = [[*key, f"{n:,}", f"{numel:,}", size_text(nbytes)] for key, (n, numel, nbytes) in rows.items()]
-    return document.table(["chunk group", "tier", "gathered weights", "chunks", "elements", "bytes here"], cells)
+    cells = [
+        [group, f"{tier}, {residence}", f"{n:,}", f"{numel:,}", size_text(nbytes)]
+        for (group, tier, residence), (n, numel, nbytes) in rows.items()
+    ]
+    return document.table(["chunk group", "tier, gathered", "chunks", "elements", "bytes here"], cells)

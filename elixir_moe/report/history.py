@@ -5,8 +5,9 @@ Changes nothing. Truncated or damaged records are left out, as a resumed run lea
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elixir_moe import settings
 from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.report.directory import is_claimed, is_run
@@ -148,11 +150,20 @@ class Story:
     """What ran when in one step: lane, name, begin and end in seconds."""
     profiled_step: int
     """The number of that step; 0 without one."""
+    about: dict[str, str]
+    """What the run is, in words: model, data, adapters, command, machine, as far as its files say."""
+    settings: dict[str, Any]
+    """Its settings, flat: {"model.d_model": 64}."""
 
     @property
     def tiers(self) -> list[str]:
         """All tiers."""
         return [tier.value for tier in Tier]
+
+    def planned_at(self, record: Mapping[str, Any], tier: str) -> int | None:
+        """The bytes of a tier that the plan of this step foresees; None if nothing says."""
+        kinds = record.get("planned_bytes") or self.planned_bytes
+        return _total(kinds[tier]) if isinstance(kinds, dict) and tier in kinds else None
 
     def series(self, key: str, inside: str | None = None) -> list[tuple[float, float]]:
         """(step, value) of the steps that have `key`, or `inside` of it, as a number."""
@@ -173,7 +184,29 @@ def story(directory: Path) -> Story:
         chunks=layout.get("chunks", []),
         spans=timeline.get("spans", []),
         profiled_step=timeline.get("step", 0),
+        about=_about(directory),
+        settings=dict(_flat(settings.read_yaml(directory / "config.yaml"))),
     )
+
+
+def _about(directory: Path) -> dict[str, str]:
+    """What ``about.json`` says, then sizes and times that other files have."""
+    summary = _object(_text(directory / "summary.json"))
+    found = {str(key): str(value) for key, value in _object(_text(directory / "about.json")).items()}
+    found |= {key: f"{summary[key]:,}" for key in ("parameters", "ranks") if is_number(summary.get(key))}
+    for key, name in (("begun", "config.yaml"), ("last record", "metrics.jsonl")):
+        if key not in found and (directory / name).is_file():
+            found[key] = f"{datetime.fromtimestamp((directory / name).stat().st_mtime):%Y-%m-%d %H:%M}"
+    return found
+
+
+def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by their whole names, without those that are not set."""
+    for key, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        elif value is not None:
+            yield f"{before}{key}", value
 
 
 def distributions(directory: Path) -> list[dict[str, Any]]:

@@ -1,108 +1,144 @@
 """The page of `elixir-moe report --html`: one run, or several side by side.
 
-Owns the choice of the charts and tables. What they show is read by `history` and drawn by `page`. Values that a run
-lacks are left out, so a run that has just begun has a page too.
+Owns the choice of the charts and tables. What they show is read by `history` and drawn by `figures` and `page`. Values
+that a run lacks are left out, so a run that has just begun has a page too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from elixir_moe.chunks.plan import seconds_text, size_text
-from elixir_moe.page import charts, document, model
-from elixir_moe.page.charts import Series
-from elixir_moe.report import history
+from elixir_moe.page import document, model
+from elixir_moe.page.document import SERIES, card
+from elixir_moe.report import figures, history
+from elixir_moe.report.figures import Series, Span, number_text
 from elixir_moe.report.history import Story
 
 _RECENT = 50
 """Steps over which the loads of experts are added up."""
+_MOST_UNEVEN = 8
+"""Layers whose loads stand in the table."""
 _QUIET = ("saved",)
 """Kinds of events that get no line in the chart of losses."""
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+COMPUTE = "compute"
+"""The lane of the model's own work in `timeline.json`."""
+Card = tuple[str, str]
+"""Title and content; no card without content."""
 
 
 def page(stories: Sequence[Story]) -> str:
     """The page of runs, as an HTML document."""
-    names = [story.account["run"] for story in stories]
-    several = len(stories) > 1
-    return document.page(
-        ", ".join(names),
-        [
-            document.section(
-                "Training", [losses(stories), speeds(stories), document.card("In figures", [_figures(stories)])]
-            ),
-            document.section("Memory of rank 0, against the plan", _each(stories, memory)),
-            document.section("Where the layers live", _each(stories, _layers)),
-            document.section("A step in time", _each(stories, _timeline)),
-            document.section("Loads of experts", _each(stories, experts)),
-            document.section("Distributions of outputs", _each(stories, _distributions)),
-            document.section("Predicted and measured", _each(stories, _prediction)),
-            document.section("Faults, resumes and other events", _each(stories, _events)),
-            document.section("Plans" if several else "Plan", _each(stories, _plan)),
-        ],
-    )
+    names, several = ", ".join(story.account["run"] for story in stories), len(stories) > 1
+    top = document.heading(names, "" if several else _state(stories[0]))
+    top += "" if several else document.tiles(_tiles(stories[0]))
+    drawn = [] if several else [_about(stories[0])]
+    drawn.append(losses(stories))
+    drawn += [_over_steps(stories, *what) for what in (("Learning rate", "lr"), ("Gradient norm", "grad_norm"))]
+    drawn.append(speeds(stories))
+    for story in stories:
+        run = f"{story.account['run']}: " if several else ""
+        mine = [
+            *[_about(story)] * several,
+            *memory(story),
+            *_layers(story),
+            *_timeline(story),
+            *experts(story),
+            *_tables(story),
+        ]
+        drawn += [(run + title, inside) for title, inside in mine]
+    drawn.append(("In figures", _figures(stories)))
+    whole = document.cards(card(title, [inside]) for title, inside in drawn)
+    wide = [
+        card(f"{story.account['run']}: " * several + "Distributions of outputs", [_outputs(story)]) for story in stories
+    ]
+    return document.page(names, [top, whole, *wide])
 
 
-def losses(stories: Sequence[Story]) -> str:
+def losses(stories: Sequence[Story]) -> Card:
     """Training, validation and bigram losses against steps; of one run also the events."""
     several, series = len(stories) > 1, []
     for i, story in enumerate(stories):
         train, validation = history.losses_of(story.records)
         run = f"{story.account['run']}, " if several else ""
         smooth = list(zip((s for s, _ in train), history.smooth([v for _, v in train]), strict=True))
-        color = i if several else 0
+        color = SERIES[i % len(SERIES)] if several else SERIES[0]
         series += [
             *[Series(label=f"{run}each step", points=train, color=color, style="faint")] * (not several),
             Series(label=f"{run}training, mean of {history.WINDOW} steps", points=smooth, color=color),
-            Series(label=f"{run}validation", points=validation, color=i if several else 1, style="dots"),
+            Series(label=f"{run}validation", points=validation, color=color if several else SERIES[1], style="dots"),
         ]
         bigram = story.account["bigram_loss"]
         if bigram is not None and train and not several:
             ends = [(train[0][0], bigram), (train[-1][0], bigram)]
-            series.append(Series(label="bigram model", points=ends, color=7, style="dashed"))
+            series.append(Series(label="bigram model", points=ends, color=SERIES[-1], style="dashed"))
     told = [] if several else [e for e in stories[0].account["events"] if e["kind"] not in _QUIET]
     marks = [(event["step"], event["kind"]) for event in told if history.is_number(event["step"])]
-    return charts.lines("Losses", series, unit="nats per token", marks=marks)
+    return _lines("Loss (nats per token)", series, marks=marks)
 
 
-def speeds(stories: Sequence[Story]) -> str:
-    """Tokens a second against steps."""
+def speeds(stories: Sequence[Story]) -> Card:
+    """Tokens a second against steps, and what was predicted."""
+    series = []
+    for i, story in enumerate(stories):
+        found, color = story.series("tokens_per_second"), SERIES[i % len(SERIES)]
+        series.append(Series(label=story.account["run"] if len(stories) > 1 else "measured", points=found, color=color))
+        expected = _predicted_tokens(story)
+        if expected is not None and len(stories) == 1:
+            points = [(step, expected) for step, _ in found]
+            series.append(Series(label="predicted", points=points, color=SERIES[1], style="dashed"))
+    return _lines("Tokens a second, over all ranks", series, from_zero=True)
+
+
+def _predicted_tokens(story: Story) -> float | None:
+    """Tokens a second, if a step took as long as predicted."""
+    seconds = (story.account["prediction"] or {}).get("predicted_step_seconds")
+    whole = [(r.get("tokens_per_second"), r.get("step_seconds")) for r in story.records]
+    tokens = [speed * took for speed, took in whole if history.is_number(speed) and history.is_number(took)]
+    return tokens[-1] / seconds if tokens and history.is_number(seconds) and seconds > 0 else None
+
+
+def _over_steps(stories: Sequence[Story], title: str, key: str) -> Card:
+    """One value of each step of each run."""
+    several = len(stories) > 1
     found = [
-        Series(label=story.account["run"], points=story.series("tokens_per_second"), color=i)
+        Series(label=story.account["run"] if several else title, points=story.series(key), color=SERIES[i % 8])
         for i, story in enumerate(stories)
     ]
-    return charts.lines("Tokens a second, over all ranks", found, from_zero=True)
+    return _lines(title, found)
 
 
-def memory(story: Story) -> list[str]:
-    """Bytes of each tier over time beside the plan's, bytes of the process, and what the plan's are made of."""
+def memory(story: Story) -> list[Card]:
+    """Bytes of each tier over time against the plan's and the process's, and what the plan's are made of."""
     drawn = []
-    for tier, kinds in story.planned_bytes.items():
-        held, planned = story.series("held_bytes", tier), float(sum(kinds.values()))
-        if held and (planned or any(value for _, value in held)):
-            series = [
-                Series(label="held by the library", points=held),
-                Series(label="planned", points=[(step, planned) for step, _ in held], color=1, style="dashed"),
-            ]
-            drawn.append(_bytes(f"{tier.capitalize()}: bytes in a backward", series))
-    process = [
-        Series(label=label, points=story.series("process_bytes", tier), color=color)
-        for tier, label, color in (("host", "host memory", 1), ("device", "the most torch has allocated", 0))
-    ]
-    drawn.append(_bytes("The whole process", process))
-    return [*drawn, *([model.planned({"planned_bytes": story.planned_bytes})] if story.planned_bytes else [])]
+    for tier, name in model.TIERS.items():
+        held, process = story.series("held_bytes", tier), story.series("process_bytes", tier)
+        planned = [(r["step"], float(p)) for r in story.records if (p := story.planned_at(r, tier)) is not None]
+        if not any(value for _, value in [*held, *planned]):
+            held = planned = []
+        whole = "the most torch has allocated" if tier == "device" else "the whole process"
+        series = [
+            Series(label="held by the library in a backward", points=held),
+            Series(label="planned", points=planned, color=SERIES[1], style="dashed"),
+            Series(label=whole, points=process, color=SERIES[3]),
+        ]
+        drawn.append(_bytes(f"{name} of rank 0", series))
+    rows, keys = model.planned(story.planned_bytes)
+    return [*drawn, ("Planned bytes of rank 0, by tier", document.bars(rows, keys))]
 
 
-def _bytes(title: str, series: Sequence[Series]) -> str:
+def _bytes(title: str, series: Sequence[Series]) -> Card:
     """A chart of bytes from 0, in the largest unit that they fill."""
     largest = max((value for one in series for _, value in one.points), default=0)
     size, unit = next((size, unit) for size, unit in _UNITS if largest >= size or size == 1)
     scaled = [replace(one, points=[(step, value / size) for step, value in one.points]) for one in series]
-    return charts.lines(title, scaled, unit=unit, from_zero=True)
+    return _lines(f"{title} ({unit})", scaled, from_zero=True)
 
 
-def experts(story: Story) -> list[str]:
+def experts(story: Story) -> list[Card]:
     """The loads of experts over the last steps, and how uneven they are over time."""
     loads = [
         (r["step"], {name: counts for name, counts in found.items() if _are_counts(counts)})
@@ -114,24 +150,61 @@ def experts(story: Story) -> list[str]:
         for name, counts in layers.items():
             before = summed.setdefault(name, [0.0] * len(counts))
             summed[name] = [a + b for a, b in zip(before, counts, strict=False)]
-    rows = [(name, counts, f"{_uneven(counts):.2f} × ({_busiest(counts)})") for name, counts in summed.items()]
     worst = [(step, max(map(_uneven, layers.values()))) for step, layers in loads if layers]
-    steps = min(_RECENT, len(loads))
+    title = f"Tokens of each expert, last {min(_RECENT, len(loads))} steps"
+    uneven = sorted(summed.items(), key=lambda item: -_uneven(item[1]))[:_MOST_UNEVEN]
+    busiest = [[name, str(_busiest(counts)), f"{_uneven(counts):.2f} ×"] for name, counts in uneven]
+    table = document.table(["most uneven layers", "busiest expert", "its tokens ÷ mean"], busiest)
+    rows = [(model.layer_number(model.layer_of(name)), counts) for name, counts in summed.items()]
+    drawn = figures.svg(figures.loads(rows), title) if rows else ""
+    over_steps = [Series(label="busiest ÷ mean", points=worst)]
     return [
-        charts.heat(f"Tokens of each expert, last {steps} steps; the busiest against the mean (which one)", rows),
-        charts.lines(
-            "Busiest expert of all layers, against its layer's mean",
-            [Series(label="busiest ÷ mean", points=worst)],
-            from_zero=True,
-        ),
+        (title, drawn and f"{drawn}{table}"),
+        _lines("Busiest expert of all layers, against its layer's mean", over_steps, from_zero=True),
     ]
 
 
-def _each(stories: Sequence[Story], draw: Callable[[Story], list[str]]) -> Iterable[str]:
-    """What `draw` gives for each run: in a card with the run's name if there are several."""
-    if len(stories) == 1:
-        return draw(stories[0])
-    return [document.card(story.account["run"], draw(story)) for story in stories]
+def _lines(
+    title: str, series: Sequence[Series], *, from_zero: bool = False, marks: Sequence[tuple[float, str]] = ()
+) -> Card:
+    """A chart with a legend that has the last value of each line; no card without a point."""
+    series = [one for one in series if one.points]
+    if not series:
+        return title, ""
+    drawn = figures.svg(figures.lines(series, from_zero=from_zero, marks=marks), title)
+    return title, drawn + document.legend((one.color, one.label, number_text(one.points[-1][1])) for one in series)
+
+
+def _state(story: Story) -> str:
+    return ": ".join(filter(None, (story.account["state"], story.account["reason"])))
+
+
+def _tiles(story: Story) -> list[tuple[str, str, str]]:
+    """The figures that people look at first."""
+    found = story.account
+    rate, expected = found["tokens_per_second"], _predicted_tokens(story)
+    remark = f"predicted {number_text(expected)}" if expected is not None else ""
+    tiles = [("step", f"{found['step']:,}", found["state"])]
+    for key, what in (("train_loss", "training loss"), ("val_loss", "validation loss")):
+        if found[key] is not None:
+            best = found["best_val_loss"]
+            said = f"best {best:.4f}, step {found['best_step']}" if key == "val_loss" else "last step"
+            tiles.append((what, f"{found[key]:.4f}", said))
+    if rate is not None:
+        tiles.append(("tokens a second, median", number_text(rate), remark))
+    if found["step_seconds"] is not None:
+        tiles.append(("a step, median", seconds_text(found["step_seconds"]), ""))
+    for tier, name in model.TIERS.items():
+        held = story.series("held_bytes", tier)
+        planned = story.planned_at(story.records[-1], tier) if story.records else None
+        if held and held[-1][1]:
+            said = "" if planned is None else f"planned {size_text(planned)}"
+            tiles.append((f"{name} of rank 0", size_text(int(held[-1][1])), said))
+    return tiles
+
+
+def _about(story: Story) -> Card:
+    return "This run", document.table(["", ""], [[k, v] for k, v in story.about.items()], numbers=False)
 
 
 def _figures(stories: Sequence[Story]) -> str:
@@ -140,49 +213,63 @@ def _figures(stories: Sequence[Story]) -> str:
     return document.table(["", *(account["run"] for account in accounts)], rows)
 
 
-def _layers(story: Story) -> list[str]:
-    if not story.chunks:
+def _layers(story: Story) -> list[Card]:
+    return [(model.TITLE, model.layer_bars(story.chunks)), ("Chunks", model.chunk_table(story.chunks))]
+
+
+def _timeline(story: Story) -> list[Card]:
+    """What ran when in one step, how long each kind ran, and what ran while compute waited."""
+    spans = [Span(**span) for span in story.spans]
+    if not spans:
         return []
-    return [model.layers(story.chunks), document.card("Chunks", [model.chunk_table(story.chunks)])]
-
-
-def _timeline(story: Story) -> list[str]:
-    spans = [charts.Span(**span) for span in story.spans]
-    return [charts.timeline(f"Step {story.profiled_step}, measured on rank 0", spans)]
-
-
-def _distributions(story: Story) -> list[str]:
-    found = history.distributions_of(story.records)
-    table = document.table(*history.distribution_rows(found)) if found else ""
-    return [document.card("Of layers and their parts", [table])]
-
-
-def _prediction(story: Story) -> list[str]:
-    found = story.account["prediction"] or {}
+    title = f"Step {story.profiled_step} in time, measured on rank 0"
+    names = list(dict.fromkeys(span.lane for span in spans))
+    short = [replace(span, name=span.name.removeprefix("chunk ").split(" ")[0]) for span in spans]
+    waits = _waits(spans)
     rows = []
+    for lane in names:
+        mine = [span for span in spans if span.lane == lane]
+        ran = seconds_text(sum(span.end - span.begin for span in mine))
+        rows.append([lane, f"{len(mine):,}", ran, seconds_text(waits[lane]) if waits[lane] else "-"])
+    drawn = figures.svg(figures.lanes(short), title)
+    return [(title, drawn + document.table(["", "times", "ran", "while compute waited"], rows))]
+
+
+def _waits(spans: Sequence[Span]) -> dict[str, float]:
+    """By lane: the seconds in which it ran and compute did not."""
+    edges = sorted((at, way, span.lane) for span in spans for at, way in ((span.begin, 1), (span.end, -1)))
+    found, running = dict.fromkeys((span.lane for span in spans), 0.0), Counter[str]()
+    for (begin, way, lane), (end, *_) in pairwise(edges):
+        running[lane] += way
+        for one in running if not running[COMPUTE] else ():
+            found[one] += (end - begin) * (running[one] > 0)
+    return found
+
+
+def _tables(story: Story) -> list[Card]:
+    """Predicted and measured values, events, distributions, the plan and the settings."""
+    found, rows = story.account["prediction"] or {}, []
     for name, text in (("step_seconds", seconds_text), *((f"{t}_bytes", size_text) for t in story.tiers)):
-        expected = found.get(f"predicted_{name}")
-        measured = found.get(f"measured_{name}", found.get(f"held_{name}"))
+        expected, measured = found.get(f"predicted_{name}"), found.get(f"measured_{name}", found.get(f"held_{name}"))
         if history.is_number(expected):
-            rows.append(
-                [name.replace("_", " "), text(expected), text(measured) if history.is_number(measured) else "-"]
-            )
-    return [document.card("A step", [table])] if (table := document.table(["", "predicted", "measured"], rows)) else []
-
-
-def _events(story: Story) -> list[str]:
+            cell = text(measured) if history.is_number(measured) else "-"
+            rows.append([name.replace("_", " "), text(expected), cell])
     events = [[str(e["step"]), str(e["kind"]), str(e["text"])] for e in story.account["events"]]
-    state = story.account["state"], story.account["reason"]
-    words = document.text(": ".join(filter(None, state)))
-    return [document.card("Events", [words, document.table(["step", "event", "what"], events, numbers=False)])]
+    plan = {key: value for key, value in (story.account["plan"] or {}).items() if not isinstance(value, dict)}
+    return [
+        ("Predicted and measured", document.table(["", "predicted", "measured"], rows)),
+        ("Events", document.table(["step", "event", "what"], events, numbers=False)),
+        ("Plan, as settled", document.table(["setting", "value"], [[k, str(v)] for k, v in plan.items()])),
+        ("Settings", document.table(["setting", "value"], [[k, str(v)] for k, v in story.settings.items()])),
+    ]
 
 
-def _plan(story: Story) -> list[str]:
-    rows = [[key, str(value)] for key, value in (story.account["plan"] or {}).items() if not isinstance(value, dict)]
-    return [document.card("As settled", [table])] if (table := document.table(["setting", "value"], rows)) else []
+def _outputs(story: Story) -> str:
+    found = history.distributions_of(story.records)
+    return document.table(*history.distribution_rows(found)) if found else ""
 
 
-def _are_counts(found: Any) -> bool:
+def _are_counts(found: object) -> bool:
     return isinstance(found, list) and bool(found) and all(map(history.is_number, found))
 
 
