@@ -1,12 +1,10 @@
 """Checked records: plain data from a file or a command line into frozen dataclasses.
 
 Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong. Opens no
-file and knows no record by name: a dataclass says what its fields mean, which values they take, and what others call
-them.
+file and knows no record by name: a dataclass says what its fields mean, and which values they take.
 
-    steps: Annotated[int, at_least(1), called("max_steps"), called("epochs", but="epochs x rows / batch")] = 100
+    steps: Annotated[int, at_least(1)] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
-    shape: Circle | Box | Text                      # one of several: the first, or that whose first field is given
 
 Nothing is guessed: True is no number, 1.0 no whole one. A command line has only texts, which are read by the type.
 """
@@ -15,7 +13,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -36,20 +34,6 @@ class Check:
 
     what: str
     holds: Callable[[Any], object]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Called:
-    """What a field is called in other programs."""
-
-    names: tuple[str, ...]
-    but: str
-    """In what the field differs from theirs, or which values it takes; empty if it is the same."""
-
-
-def called(*names: str, but: str = "") -> Called:
-    """For a user who knows a field by one of these names: the message about an unknown key leads to the field."""
-    return Called(names, but)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +83,7 @@ def build(
         ElixirError: as `error` makes it. It names every unknown key with the nearest known one, every missing key and
             every value that is not as expected. Errors of the dataclasses' own checks pass.
     """
-    reader = _Reader(noun, texts, {key: names for key, names in keys(cls).items() if key not in given})
+    reader = _Reader(noun, texts, [key for key in keys(cls) if key not in given])
     made: T | None = reader.record(cls, values, "", given)
     faults = reader.faults
     if faults:
@@ -109,72 +93,40 @@ def build(
     return made
 
 
-def keys(cls: Any, where: str = "") -> dict[str, tuple[Called, ...]]:
-    """{the dotted key of every field, those of its sections in its place: what it is called in other programs}."""
-    found: dict[str, tuple[Called, ...]] = {}
+def keys(cls: Any, where: str = "") -> list[str]:
+    """The dotted key of every field; those of a section in its place."""
+    found: list[str] = []
     for name, kind in _kinds(cls).items():
-        if not kind.records:
-            found[where + name] = kind.called
-        for record in kind.records:
-            for key, names in keys(record, f"{where}{name}.").items():
-                found[key] = found.get(key, ()) + names
+        found += keys(kind.type, f"{where}{name}.") if kind.is_record else [where + name]
     return found
 
 
-def records_in(cls: type) -> dict[str, tuple[type, ...]]:
-    """{field: the dataclasses of which its value may be one}; empty for a field of plain data."""
-    return {name: kind.records for name, kind in _kinds(cls).items()}
-
-
-def mark_of(cls: Any) -> str:
-    """The first field of a dataclass, by which it is told from others in its place."""
-    return dataclasses.fields(cls)[0].name
-
-
-def unknown(noun: str, key: str, known: Mapping[str, tuple[Called, ...]]) -> str:
-    """The words for an unknown key, with the one of `keys` that other programs call so, or with the nearest; keys with
-    the same last part, and those of a section of this name, are nearer than others."""
-    last = key.rpartition(".")[2]
-    theirs = last.replace("-", "_")
-    here = [(k, mark.but) for k, marks in known.items() for mark in marks if theirs in mark.names]
-    alike = [k for k in known if k.rpartition(".")[2] == theirs or k.startswith(f"{key}.")]
-    if alike:
-        hint = f"did you mean {alike[0]!r}?"
-    elif here:
-        name, but = here[0]
-        hint = f"give {name!r} instead: {but}" if but else f"it is called {name!r} here"
-    else:
-        sections = {k.rpartition(".")[0] for k in known} - {"", key}
-        hint = meant(key[:_LONGEST], [*known, *sections], _NEAR)
+def unknown(noun: str, key: str, known: Sequence[str]) -> str:
+    """The words for an unknown key, with the nearest of `keys`; keys with the same last part, and those of a section
+    of this name, are nearer than others."""
+    last = key.rpartition(".")[2].replace("-", "_")
+    alike = [k for k in known if k.rpartition(".")[2] == last or k.startswith(f"{key}.")]
+    sections = {k.rpartition(".")[0] for k in known} - {"", key}
+    hint = f"did you mean {alike[0]!r}?" if alike else meant(key[:_LONGEST], [*known, *sections], _NEAR)
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 
 class _Kind:
     """The type of a field, taken apart once."""
 
-    __slots__ = ("called", "checks", "is_record", "origin", "parts", "records", "respelled", "type")
+    __slots__ = ("checks", "is_record", "origin", "parts", "respelled", "type")
 
     def __init__(self, hint: Any) -> None:
         marks: tuple[Any, ...] = ()
         if get_origin(hint) is Annotated:
             hint, marks = hint.__origin__, hint.__metadata__
         self.checks = tuple(mark for mark in marks if isinstance(mark, Check))
-        self.called = tuple(mark for mark in marks if isinstance(mark, Called))
         self.respelled = tuple(mark.spell for mark in marks if isinstance(mark, Respelled))
         self.type, self.origin = hint, get_origin(hint)
         self.parts: tuple[Any, ...] = get_args(hint)
         if self.origin is not Literal:
             self.parts = tuple(_Kind(part) for part in self.parts)
         self.is_record = dataclasses.is_dataclass(hint)
-        members = [part for part in self.parts if isinstance(part, _Kind) and part.type is not types.NoneType]
-        one_of = self.origin in (Union, types.UnionType) and all(part.is_record for part in members)
-        self.records: tuple[Any, ...] = (hint,) if self.is_record else tuple(p.type for p in members if one_of)
-        """The dataclasses of which a value is one."""
-
-    def record_of(self, values: Any) -> Any:
-        """The dataclass of these values: that whose first field is among them; the first of all has no such mark."""
-        given = values if isinstance(values, Mapping) else ()
-        return next((cls for cls in self.records[1:] if mark_of(cls) in given), self.records[0])
 
     def __str__(self) -> str:
         """The type as it is written, without modules and checks."""
@@ -207,7 +159,7 @@ def _wrong(key: str, expected: object, value: Any) -> str:
 class _Reader:
     """Converts values, and notes what is wrong with them."""
 
-    def __init__(self, noun: str, texts: bool, known: Mapping[str, tuple[Called, ...]]) -> None:
+    def __init__(self, noun: str, texts: bool, known: Sequence[str]) -> None:
         self.faults: list[str] = []
         self._noun, self._texts, self._known = noun, texts, known
 
@@ -219,7 +171,7 @@ class _Reader:
         kinds, before, arguments = _kinds(cls), len(self.faults), dict(given)
         for name in values:
             if name not in kinds or name in given:
-                known = {**{where + other: () for other in kinds if other not in given}, **self._known}
+                known = [*(where + other for other in kinds if other not in given), *self._known]
                 self.faults.append(unknown(self._noun, f"{where}{name}", known))
         for field in dataclasses.fields(cls):
             name, kind = field.name, kinds[field.name]
@@ -229,25 +181,11 @@ class _Reader:
                 arguments[name] = self.value(values[name], kind, where + name)
             elif field.default is not field.default_factory:
                 pass
-            elif kind.records:
-                arguments[name] = self.one_of(kind, {}, f"{where}{name}.")
+            elif kind.is_record:
+                arguments[name] = self.record(kind.type, {}, f"{where}{name}.", {})
             else:
                 self.faults.append(f"{where}{name} is missing: give {kind}")
         return cls(**arguments) if len(self.faults) == before else None
-
-    def one_of(self, kind: _Kind, values: Any, where: str) -> Any:
-        """The record that the values are of those that may be here."""
-        cls = kind.record_of(values)
-        for name in [*values] if isinstance(values, Mapping) else ():
-            owners = [other for other in kind.records if name in _kinds(other)]
-            if owners and cls not in owners:
-                first = cls is kind.records[0]
-                marked = (
-                    f"without {where}{mark_of(owners[0])}" if first else f"with {where}{mark_of(cls)}: leave it out"
-                )
-                self.faults.append(f"{where}{name} means nothing {marked}")
-                values = {key: value for key, value in values.items() if key != name}
-        return self.record(cls, values, where, {})
 
     def value(self, value: Any, kind: _Kind, key: str, shown: _Kind | None = None) -> Any:
         """The value as `kind` says, if it is right; messages say the type `shown`."""
@@ -263,8 +201,8 @@ class _Reader:
         origin, parts = kind.origin, kind.parts
         if kind.type is Any:
             return value
-        if kind.records and not (value is None and not kind.is_record):
-            return self.one_of(kind, value, f"{key}.")
+        if kind.is_record:
+            return self.record(kind.type, value, f"{key}.", {})
         if origin in (Union, types.UnionType):
             members = [part for part in parts if part.type is not types.NoneType]
             if value is None and len(members) < len(parts):

@@ -59,9 +59,7 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Sequence[tuple[str
         if key not in known:
             raise ConfigError(records.unknown("setting", key, known))
         section, _, name = key.rpartition(".")
-        if section and merged.get(section) is None:  # as ``lora: null`` in the config.yaml of a run
-            merged[section] = {}
-        part = merged[section] if section else merged
+        part = merged.setdefault(section, {}) if section else merged
         if isinstance(part, dict):  # another one is refused below
             part[name] = None if text in ("null", "None") else text
     return records.build(cls, merged, texts=True)
@@ -72,30 +70,18 @@ def to_yaml(config: Any) -> str:
     return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
 
 
-def help_of(cls: type, needed: Mapping[str, str] | None = None) -> str:
-    """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default.
-
-    `needed`: {setting: when it is required}, of those that are not always.
-    """
-    texts: dict[str, list[str]] = {}
-    for section, kinds in records.records_in(cls).items():
-        for kind in kinds or (cls,):
-            hints, words = get_type_hints(kind), docstrings(kind)
-            for field in dataclasses.fields(kind):
-                if not kinds and field.name != section:
-                    continue
-                facts = f"type: {inspect.formatannotation(hints[field.name])}"
-                is_needed = field.default is field.default_factory
-                name = f"{section}.{field.name}" if kinds else field.name
-                needs = (needed or {}).get(name, "required")
-                facts = f"{needs}, {facts}" if is_needed else f"{facts}, default: {field.default}"
-                if kind in kinds[1:] and field.name != records.mark_of(kind):
-                    facts = f"with {section}.{records.mark_of(kind)}, {facts}"
-                texts.setdefault(name, []).append(f"{words[field.name]} ({facts})".replace("%", "%%"))
+def help_of(cls: type) -> str:
+    """Help text for every setting of a dataclass of sections: the docstring under its field, its type and default."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     group = parser.add_argument_group("settings, in the file or as --section.key value")
-    for name, text in texts.items():
-        group.add_argument(f"--{name}", metavar=name.rpartition(".")[2].upper(), help=" ".join(text))
+    for section, kind in get_type_hints(cls).items():
+        hints, words = get_type_hints(kind), docstrings(kind)
+        for field in dataclasses.fields(kind):
+            facts = f"type: {inspect.formatannotation(hints[field.name])}"
+            is_needed = field.default is field.default_factory
+            facts = f"required, {facts}" if is_needed else f"{facts}, default: {field.default}"
+            text = f"{words[field.name]} ({facts})".replace("%", "%%")
+            group.add_argument(f"--{section}.{field.name}", metavar=field.name.upper(), help=text)
     return parser.format_help()
 
 

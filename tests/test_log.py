@@ -10,7 +10,6 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.cli.main import main
-from elixir_moe.train.rows import load_rows
 
 
 def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,15 +29,6 @@ def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
     learned = "the rCache follows a schedule learned in the last step"
     assert ("elixir_moe.runtime.scheduler", learned) in said
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
-
-
-def test_packing_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from tests.support.hf_folders import some_rows, tokenizer, write_rows
-
-    with caplog.at_level(logging.DEBUG, "elixir_moe"):
-        found = load_rows(str(write_rows(tmp_path / "a.jsonl", some_rows())), tokenizer(), 64, 0.1, packed=True)
-    assert f"22 texts are in {len(found.train)} rows of 64 tokens" in caplog.text
 
 
 def test_verbose_alone_shows_the_log(

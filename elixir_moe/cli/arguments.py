@@ -52,8 +52,9 @@ def parser_of(settings_help: str | None) -> Parser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     train_parser = verbs.add_parser(
         "train",
-        help="train a model",
-        description="Trains a GPT of dense and mixture-of-experts layers, a Hugging Face model or any torch module.",
+        help="train a GPT or PR-MoE from random weights",
+        description="Trains a GPT of dense and mixture-of-experts layers on a text. To fine-tune a "
+        "Hugging Face model, use sft, dpo, kto, reward or grpo.",
         epilog=settings_help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -88,21 +89,6 @@ def parser_of(settings_help: str | None) -> Parser:
     bench_parser = verbs.add_parser(
         "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
     )
-    export_parser = verbs.add_parser(
-        "export",
-        help="write a run's model for other libraries",
-        description="Writes the model of a run's latest checkpoint, reads it back and compares logits, or losses "
-        "of a module with a loss of its own.",
-        allow_abbrev=False,
-    )
-    export_parser.add_argument("directory", type=Path, metavar="RUN", help="the directory of a run")
-    export_parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; by default RUN/export/WHAT")
-    export_parser.add_argument(
-        "--what",
-        choices=("adapter", "merged", "full"),
-        help="adapter: for peft; merged: the base with the adapters in its weights; full: a model without adapters. By "
-        "default adapter of a run with adapters, else full",
-    )
     clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("directory", type=Path, help="this one and all below it")
     others = (
@@ -112,7 +98,6 @@ def parser_of(settings_help: str | None) -> Parser:
         verify_parser,
         report_parser,
         bench_parser,
-        export_parser,
         clean_parser,
     )
     for verb in (train_parser, *finetune_parsers, *others, *_add_ckpt(verbs)):

@@ -110,4 +110,4 @@ def _settings_help() -> str:
     from elixir_moe import settings
     from elixir_moe.train.config import TrainConfig
 
-    return settings.help_of(TrainConfig, {"run.out": "required without model.hf"})
+    return settings.help_of(TrainConfig)

@@ -8,7 +8,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -21,6 +20,9 @@ from elixir_moe.watch import control
 
 if TYPE_CHECKING:
     from elixir_moe.train.config import TrainConfig
+
+_OF_SFT = ("model_name_or_path", "dataset_name", "use_peft")
+"""Arguments by which a command for `sft` is recognized."""
 
 
 def run(known: argparse.Namespace) -> int:
@@ -49,7 +51,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     config = configs.load(known.config, overrides)
     ranks = number_of_ranks(known.nproc)
     shown = rank_here() == 0 and not launch.has_launcher() and not known.quiet
-    with Waits(quiet=not shown)("reading the data and the model's config"):
+    with Waits(quiet=not shown)("reading the text"):
         config.check_ranks(ranks)
         data = config.load_data()
     if ranks > 1 and not launch.under_torchrun():
@@ -78,18 +80,9 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 def _purpose(config: "TrainConfig", ranks: int) -> str:
     """What the command does, in one line."""
-    from elixir_moe.train.config import HuggingFaceModel, ModuleModel
-
-    model = config.model
-    if isinstance(model, HuggingFaceModel):
-        name = Path(model.hf).expanduser().resolve().name
-        what = f"Fine-tunes {name}" if model.weights else f"Trains {name} from random weights"
-    else:
-        what = f"Trains {model.module}" if isinstance(model, ModuleModel) else "Trains a GPT from random weights"
-    adapters = " by adapters" * (config.lora is not None)
     device = "GPU" if torch.cuda.is_available() else "CPU rank"
     return (
-        f"{what}{adapters}: {config.run.steps} steps on {ranks} {device}{'s' * (ranks > 1)}. "
+        f"Trains a GPT from random weights: {config.run.steps} steps on {ranks} {device}{'s' * (ranks > 1)}. "
         f"Ctrl-C saves and ends it. Files go to {config.run.out}"
     )
 
@@ -100,7 +93,6 @@ def _next(arguments: Sequence[str], config: "TrainConfig") -> str:
     return (
         f"\nNext:\n"
         f"  {launch.program()} report {out}  # its losses, speed and memory; --html FILE makes a page\n"
-        f"  {launch.program()} export {out}  # the model for other libraries\n"
         f"  {_command(arguments, config, *more)}  # trains on"
     )
 
@@ -127,6 +119,8 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
         if not word.startswith("--"):
             raise ConfigError(f"unexpected argument {word!r}: settings are given as --section.key value")
         key, equals, value = word[2:].partition("=")
+        if key in _OF_SFT:
+            raise ConfigError(f"--{key} is an argument of `elixir-moe sft`, which fine-tunes a Hugging Face model")
         if not equals:
             if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{key} has no value: give one, as --{key} VALUE")

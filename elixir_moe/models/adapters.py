@@ -38,12 +38,11 @@ def check_targets(model: nn.Module, lora: Lora) -> None:
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
                 raise ConfigError(
-                    f"targets of LoRA (--lora, lora.targets): {target} matches nothing in {type(model).__name__}"
-                    f"{hint and f'; {hint}'}"
+                    f"targets of --lora: {target} matches nothing in {type(model).__name__}{hint and f'; {hint}'}"
                 )
     if EXPERTS in lora.targets and not fused_experts(model):
         raise ConfigError(
-            f"targets of LoRA (--lora, lora.targets): {EXPERTS} matches nothing: {type(model).__name__} has no "
+            f"targets of --lora: {EXPERTS} matches nothing: {type(model).__name__} has no "
             f"parameter of three dims in a module called experts; name them with parameters= or targets="
         )
 
@@ -72,7 +71,6 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         lora_alpha=lora.alpha,
         target_modules=modules,
         target_parameters=parameters or None,
-        lora_dropout=lora.dropout,
         init_lora_weights=init,
     )
     try:

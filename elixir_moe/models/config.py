@@ -5,10 +5,9 @@ Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's 
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from elixir_moe.errors import ConfigError, LayoutError, nothing_called
-from elixir_moe.records import called
 
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
 
@@ -21,19 +20,19 @@ class GPTConfig:
     """Distinct tokens; 256 for bytes as tokens."""
     seq_len: int = 128
     """Longest sequence, in tokens: the number of learned positions."""
-    n_layers: Annotated[int, called("n_layer", "num_hidden_layers", "num_layers")] = 4
+    n_layers: int = 4
     """Transformer blocks."""
-    d_model: Annotated[int, called("hidden_size", "n_embd")] = 128
+    d_model: int = 128
     """Width of a token; a multiple of `n_heads`."""
-    n_heads: Annotated[int, called("n_head", "num_attention_heads", "num_heads")] = 4
+    n_heads: int = 4
     """Attention heads."""
     mlp_ratio: int = 4
     """Inner width of MLPs and experts, in multiples of `d_model`."""
-    experts: Annotated[tuple[int, ...], called("num_experts", "num_local_experts", but="one number a layer")] = ()
+    experts: tuple[int, ...] = ()
     """Experts of each layer, 0 for a dense MLP; one number a layer, or empty: all dense."""
     ep: tuple[int, ...] = ()
     """Expert-parallel degree of each layer, 1 where dense; one number a layer, or empty: 1 everywhere."""
-    top_k: Annotated[int, called("moe_router_topk", "num_experts_per_tok")] = 1
+    top_k: int = 1
     """Experts a token is sent to."""
     residual: bool = False
     """PR-MoE: a dense MLP beside the experts of each mixture layer."""

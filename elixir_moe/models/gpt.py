@@ -37,7 +37,7 @@ class GPTOutput(NamedTuple):
     aux_loss: Tensor
     """() fp32: auxiliary losses of all mixture layers, times their coefficients; 0 for a dense model."""
     loss: Tensor | None = None
-    """() fp32: cross-entropy of the labels, if there are any: their mean, or their sum divided by `items`."""
+    """() fp32: cross-entropy of the labels, if there are any."""
 
 
 class Attention(nn.Module):
@@ -138,11 +138,10 @@ class GPT(nn.Module):
             if isinstance(module, GroupedExperts):
                 module.reset_parameters(std_in=std, std_out=std_out)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, items: float | None = None) -> GPTOutput:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
         """(B, S) int64 tokens, S at most ``config.seq_len`` -> logits of each next token, and the auxiliary loss.
 
-        With (B, S) `labels`, which are those of each next token, their loss is computed in the place of logits: the
-        mean, or with `items` the sum divided by that. A label of -100 has no loss.
+        With (B, S) `labels`, which are those of each next token, their mean loss is computed in the place of logits.
         """
         if tokens.shape[1] > self.config.seq_len:
             raise ConfigError(f"{tokens.shape[1]} tokens are longer than the model's seq_len={self.config.seq_len}")
@@ -155,8 +154,7 @@ class GPT(nn.Module):
         if labels is None:
             return GPTOutput(self.head(x), aux_loss)
         none = x.new_empty(len(x), 0, self.config.vocab_size)
-        loss = linear_cross_entropy(x, self.head, labels, reduction="mean" if items is None else "sum")
-        return GPTOutput(none, aux_loss, loss if items is None else loss / items)
+        return GPTOutput(none, aux_loss, linear_cross_entropy(x, self.head, labels))
 
     def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.checkpoint == "none" or not torch.is_grad_enabled():
@@ -189,26 +187,15 @@ class Meshes:
         return self
 
 
-def lm_loss(model: nn.Module, batch: Tensor, labels: Tensor | None = None, items: float | None = None) -> Tensor:
-    """Cross-entropy of each next token, in fp32, plus the model's auxiliary loss; batch is (B, S + 1) int64.
-
-    Args:
-        model: a GPT.
-        batch: the tokens.
-        labels: (B, S) int64 in the place of each next token; -100 has no loss.
-        items: what the sum over tokens is divided by; by default their number.
-    """
+def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Cross-entropy of each next token, in fp32, plus the model's auxiliary loss; batch is (B, S + 1) int64."""
     logits, aux_loss = model(batch[:, :-1])[:2]
-    flat = (batch[:, 1:] if labels is None else labels).flatten()
-    loss = F.cross_entropy(logits.float().flatten(0, 1), flat, reduction="mean" if items is None else "sum")
-    return (loss if items is None else loss / items) + aux_loss
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + aux_loss
 
 
-def lm_loss_without_logits(
-    model: nn.Module, batch: Tensor, labels: Tensor | None = None, items: float | None = None
-) -> Tensor:
+def lm_loss_without_logits(model: nn.Module, batch: Tensor) -> Tensor:
     """As `lm_loss`, by `linear_cross_entropy`."""
-    output = model(batch[:, :-1], labels=batch[:, 1:] if labels is None else labels, items=items)
+    output = model(batch[:, :-1], labels=batch[:, 1:])
     loss: Tensor = output.loss + output.aux_loss
     return loss
 
@@ -253,7 +240,6 @@ def generate(
     prompt: Tensor,
     n: int,
     *,
-    context: int | None = None,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -263,10 +249,9 @@ def generate(
     evaluation mode during the call.
 
     Args:
-        model: a GPT, or another model whose output is logits (B, S, V), or has them.
+        model: a GPT.
         prompt: (B, S) int64, S at least 1.
         n: tokens to add.
-        context: tokens that a prediction sees at most; by default those of a GPT, ``config.seq_len``.
         temperature: divides the logits; 0 takes the most probable token.
         generator: the source of the samples; by default the global RNG of the device.
 
@@ -276,10 +261,9 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        seen: int = model.config.seq_len if context is None else context  # type: ignore[union-attr, assignment]
+        seen: int = model.config.seq_len  # type: ignore[union-attr, assignment]
         for _ in range(n):
-            output = model(prompt[:, -seen:])
-            logits: Tensor = output if isinstance(output, Tensor) else output.logits
+            logits: Tensor = model(prompt[:, -seen:]).logits
             prompt = torch.cat([prompt, _sample(logits[:, -1].float(), temperature, generator)], dim=1)
     finally:
         model.train(was_training)

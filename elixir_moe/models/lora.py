@@ -1,4 +1,4 @@
-"""The words that say which adapters a model gets: a setting of a run, and ``--lora`` of the commands.
+"""The words of ``--lora``, which say which adapters a model gets.
 
 Owns their meaning and their checks. Knows no model, and needs no torch: `adapters` gives a model to peft.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Self
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.records import Check, at_least, called, check
+from elixir_moe.records import at_least, check
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"
@@ -17,17 +17,15 @@ _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS
 class Lora:
     """Adapters of one rank on some modules and parameters; everything else is frozen."""
 
-    r: Annotated[int, at_least(1), called("lora_r", "lora_rank", "rank")] = 8
-    """Rank of the adapters; with any of these settings, adapters alone are trained."""
-    alpha: Annotated[int, at_least(1), called("lora_alpha")] = 16
+    r: Annotated[int, at_least(1)] = 8
+    """Rank of the adapters."""
+    alpha: Annotated[int, at_least(1)] = 16
     """Numerator of their scale, which is alpha / r."""
-    targets: Annotated[tuple[str, ...], called("lora_target_modules", "target_modules")] = ()
+    targets: tuple[str, ...] = ()
     """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, unless
     parameters are named."""
-    parameters: Annotated[tuple[str, ...], called("target_parameters")] = ()
+    parameters: tuple[str, ...] = ()
     """Ends of names of parameters."""
-    dropout: Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1), called("lora_dropout")] = 0.0
-    """Probability with which an input of an adapter is dropped."""
 
     def __post_init__(self) -> None:
         check(self, "lora")

@@ -1,9 +1,9 @@
-"""What a run is trained on, as rows of tokens; here a running text, and the samples of each step.
+"""The text that is trained on, and the samples of each step.
 
-Owns the form of a batch, and reading, splitting and sampling a text. Starts no communication: a rank computes its
-samples from its index, so the samples of a step do not depend on the number of ranks.
+Owns reading, splitting and sampling. Starts no communication: a rank computes its samples from its index, so the
+samples of a step do not depend on the number of ranks.
 
-A text is a sequence of tokens: of bytes, or of what a tokenizer makes of them. Its last part is kept for validation::
+Each byte of the text is a token. Its last part is kept for validation::
 
     |<------------------ train ------------------>|<-- validation -->|
     0                                            cut              length
@@ -15,11 +15,10 @@ A text is a sequence of tokens: of bytes, or of what a tokenizer makes of them. 
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,66 +26,6 @@ from torch import Tensor
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.train.bigram import VOCABULARY, Bigram
-
-NO_LABEL = -100
-"""The label of a token that has no loss."""
-
-
-class Data(Protocol):
-    """What a run is trained on.
-
-    A batch is int64 (rows, 3, L). Of each row there are L tokens, their labels, and their positions. A label is the
-    token itself, predicted from those before it, or `NO_LABEL`; the first token of a text has none. Positions begin at
-    0 where a text begins.
-    """
-
-    @property
-    def most(self) -> int:
-        """The largest token."""
-
-    @property
-    def tokens_per_row(self) -> float:
-        """Tokens that a row has on the average, without those that fill it up."""
-
-    @property
-    def restarts(self) -> bool:
-        """Whether a row may have several texts."""
-
-    @property
-    def decode(self) -> Callable[[list[int]], str]:
-        """From tokens to text."""
-
-    def batch(self, *, seed: int, step: int, rows: int) -> Tensor:
-        """The rows of one step, determined by the arguments alone."""
-
-    def validation_batches(self, *, batches: int, rows: int) -> Tensor:
-        """At most `batches` batches of the validation part, (batches, rows, 3, L). Raises ConfigError without any."""
-
-    def prompt(self, tokens: int) -> Tensor:
-        """The beginning of the validation part, at most so many tokens; int64, 1-D."""
-
-    def baseline(self, validation: Tensor) -> float | None:
-        """The loss of a bigram model on the rows of `validation_batches`; None where there is no such model."""
-
-    def digest(self) -> str:
-        """A hash of all that is trained on."""
-
-    def describe(self, validation: Tensor) -> Iterator[str]:
-        """Lines about it, given the rows of `validation_batches`."""
-
-
-def labeled(tokens: Tensor) -> Tensor:
-    """(..., L) tokens of one text each -> (..., 3, L) rows, in which all are predicted but the first."""
-    tokens = tokens.long()
-    labels = tokens.clone()
-    labels[..., 0] = NO_LABEL
-    positions = torch.arange(tokens.shape[-1]).expand_as(tokens)
-    return torch.stack([tokens, labels, positions], -2)
-
-
-def items_of(batch: Tensor) -> int:
-    """Number of tokens in rows (..., 3, L) that have a loss."""
-    return int((batch[..., 1, 1:] != NO_LABEL).sum())
 
 
 def decode_bytes(tokens: list[int]) -> str:
@@ -99,98 +38,62 @@ class Text:
     """A running text in two parts, both in host memory on each rank."""
 
     train: torch.Tensor
-    """uint8 where tokens are bytes, int32 of a tokenizer; 1-D: the text that samples are drawn from."""
+    """uint8, 1-D: the text that samples are drawn from."""
     validation: torch.Tensor
-    """Of the same dtype, 1-D: the end of the text, never trained on."""
+    """uint8, 1-D: the end of the text, never trained on."""
     seq_len: int
     """S: tokens that are predicted in a row, which has one more."""
-    decode: Callable[[list[int]], str] = decode_bytes
-    """From tokens to text."""
-
-    restarts = False
-
-    @property
-    def most(self) -> int:
-        """As `Data` says."""
-        return max(int(self.train.max()), int(self.validation.max()))
-
-    @property
-    def tokens_per_row(self) -> float:
-        """As `Data` says; the first one is not counted, which is not predicted."""
-        return self.seq_len
 
     def batch(self, *, seed: int, step: int, rows: int) -> Tensor:
-        """As `Data` says: windows that begin anywhere in the text."""
-        return labeled(batch_at(self.train, seed=seed, step=step, rows=rows, seq_len=self.seq_len))
+        """The rows of a step, int64 (rows, S + 1): windows that begin anywhere in the text."""
+        return batch_at(self.train, seed=seed, step=step, rows=rows, seq_len=self.seq_len)
 
     def validation_batches(self, *, batches: int, rows: int) -> Tensor:
-        """As `Data` says."""
-        return labeled(validation_batches(self.validation, batches=batches, rows=rows, seq_len=self.seq_len))
+        """At most `batches` batches of the validation part, (batches, rows, S + 1). Raises ConfigError without any."""
+        return validation_batches(self.validation, batches=batches, rows=rows, seq_len=self.seq_len)
 
-    def prompt(self, tokens: int) -> Tensor:
-        """As `Data` says."""
-        return self.validation[:tokens].long()
-
-    def baseline(self, validation: Tensor) -> float | None:
-        """As `Data` says: for bytes, whose pairs are few enough to count."""
-        if self.train.dtype != torch.uint8:
-            return None
+    def baseline(self, validation: Tensor) -> float:
+        """The loss of a bigram model on the rows of `validation_batches`."""
         return Bigram.fit(self.train).loss(self._used(validation))
 
     def digest(self) -> str:
-        """As `Data` says."""
+        """A hash of all that is trained on."""
         return hashlib.sha256(self.train.numpy().tobytes()).hexdigest()
 
-    def describe(self, validation: Tensor) -> Iterator[str]:
-        """As `Data` says."""
-        unit, (batches, rows) = "bytes" if self.train.dtype == torch.uint8 else "tokens", validation.shape[:2]
-        yield (
-            f"text        {len(self.train):,} {unit} to train on, {len(self.validation):,} for validation "
+    def description(self, validation: Tensor) -> str:
+        """A line about the text, given the rows of `validation_batches`."""
+        batches, rows = validation.shape[:2]
+        return (
+            f"text        {len(self.train):,} bytes to train on, {len(self.validation):,} for validation "
             f"({len(self._used(validation)) - 1:,} of them used: {batches} batches of {rows})"
         )
 
     def _used(self, validation: Tensor) -> Tensor:
-        """The tokens of an evaluation; each but the first is predicted once."""
+        """The bytes of an evaluation; each but the first is predicted once."""
         batches, rows = validation.shape[:2]
         return self.validation[: batches * rows * self.seq_len + 1]
 
 
-def load_text(
-    paths: Sequence[str],
-    validation_fraction: float,
-    seq_len: int,
-    encode: Callable[[str], Tensor] | None = None,
-    decode: Callable[[list[int]], str] = decode_bytes,
-) -> Text:
+def load_text(paths: Sequence[str], validation_fraction: float, seq_len: int) -> Text:
     """Reads and splits the text.
 
     Args:
         paths: files or glob patterns, joined in order, and within a pattern by name; if empty, the English text of
             Python's own help topics.
-        validation_fraction: fraction of the tokens, from the end, kept for validation.
-        seq_len: S; each part must hold at least one window of S + 1 tokens.
-        encode: makes int32 tokens of the text, 1-D; by default each byte is one.
-        decode: from tokens to text.
+        validation_fraction: fraction of the bytes, from the end, kept for validation.
+        seq_len: S; each part must hold at least one window of S + 1 bytes.
 
     Raises:
-        ConfigError: a file is missing, empty or unreadable, or, with `encode`, no UTF-8; a glob matches nothing; the
-            text is too short.
+        ConfigError: a file is missing, empty or unreadable; a glob matches nothing; the text is too short.
     """
-    text = b"".join(_read(file) for path in paths for file in files_of(path)) if paths else python_help_text()
-    if encode is None:
-        tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    else:
-        try:
-            tokens = encode(text.decode())
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data.paths: a tokenizer reads UTF-8, but {error}; convert the files") from error
-    unit, length = "bytes" if encode is None else "tokens", len(tokens)
+    text = b"".join(_read(file) for path in paths for file in _files(path)) if paths else python_help_text()
+    tokens, length = torch.frombuffer(bytearray(text), dtype=torch.uint8), len(text)
     cut = length - round(length * validation_fraction)
-    split = Text(train=tokens[:cut], validation=tokens[cut:], seq_len=seq_len, decode=decode)
+    split = Text(train=tokens[:cut], validation=tokens[cut:], seq_len=seq_len)
     for name, part in (("training", split.train), ("validation", split.validation)):
         if part.numel() <= seq_len:
             raise ConfigError(
-                f"data.paths: {part.numel()} of {length} {unit} are for {name}, but one sample needs {seq_len + 1}: "
+                f"data.paths: {part.numel()} of {length} bytes are for {name}, but one sample needs {seq_len + 1}: "
                 f"give more text, a smaller model.seq_len or another data.validation"
             )
     return split
@@ -242,13 +145,13 @@ def rows_of(batch: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return batch[rank * share : (rank + 1) * share]
 
 
-def files_of(path: str, key: str = "data.paths") -> list[str]:
+def _files(path: str) -> list[str]:
     """The files that a path or else a glob pattern names, by name. Raises ConfigError if it matches none."""
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     found = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
     if not found:
-        raise ConfigError(f"{key}: {path!r} matches no file: correct the pattern or name the files")
+        raise ConfigError(f"data.paths: {path!r} matches no file: correct the pattern or name the files")
     return found
 
 

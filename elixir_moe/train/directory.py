@@ -15,7 +15,7 @@ from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, is_checkp
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.marked import collect, is_marked
 from elixir_moe.train.config import TrainConfig, identity
-from elixir_moe.train.data import Data
+from elixir_moe.train.data import Text
 from elixir_moe.train.writers import EVENTS
 
 _WORDS = ("auto", "fall_back", "never")
@@ -28,7 +28,7 @@ def restarted() -> bool:
     return any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
 
 
-def check_directory(config: TrainConfig, data: Data) -> Path | None:
+def check_directory(config: TrainConfig, data: Text) -> Path | None:
     """Raises like `claim_directory`, but changes nothing; returns the checkpoint the run would continue from."""
     run, directory = config.run, Path(config.run.out)
     try:
@@ -69,7 +69,7 @@ def check_directory(config: TrainConfig, data: Data) -> Path | None:
     return source
 
 
-def claim_directory(config: TrainConfig, data: Data) -> Claim:
+def claim_directory(config: TrainConfig, data: Text) -> Claim:
     """Takes the run directory for this run, or raises.
 
     An unfinished run with the same settings continues from its latest checkpoint, or from the start if it has none.
@@ -105,7 +105,7 @@ def extra_of(checkpoint: Path) -> dict[str, Any]:
     return extra
 
 
-def _chosen(config: TrainConfig, data: Data) -> Path | None:
+def _chosen(config: TrainConfig, data: Text) -> Path | None:
     """The checkpoint named by ``run.resume``; None if it names none."""
     named = config.run.resume
     if named in _WORDS:
@@ -130,7 +130,7 @@ def _check_chosen(source: Path, config: TrainConfig) -> None:
         )
 
 
-def _check_identity(source: Path, config: TrainConfig, data: Data) -> None:
+def _check_identity(source: Path, config: TrainConfig, data: Text) -> None:
     extra = extra_of(source)
     saved, now, done = extra["settings"], identity(config, data), extra["progress"]["step"]
     for key, value in now.items():

@@ -41,7 +41,7 @@ from elixir_moe.train import memory
 from elixir_moe.train.activations import distributions
 from elixir_moe.train.checkpoints import CheckpointManager
 from elixir_moe.train.config import TrainConfig, identity
-from elixir_moe.train.data import Data
+from elixir_moe.train.data import Text
 from elixir_moe.train.directory import extra_of
 from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report
@@ -78,7 +78,7 @@ class Agreed:
 
 def train(
     config: TrainConfig,
-    data: Data,
+    data: Text,
     claim: Claim | None,
     console: Console,
     end: Callable[[str], None] | None = None,
@@ -134,7 +134,7 @@ def train(
 
 def _train(
     config: TrainConfig,
-    data: Data,
+    data: Text,
     claim: Claim | None,
     console: Console,
     mesh: DeviceMesh,
@@ -178,7 +178,7 @@ def _train(
             raise
 
 
-def _check_alike(config: TrainConfig, data: Data) -> None:
+def _check_alike(config: TrainConfig, data: Text) -> None:
     """Raises ConfigError if ranks train another model, or on other data: each has read its own files. Collective."""
     mine = identity(config, data) | {"run.steps": config.run.steps, "run.accumulation": config.run.accumulation}
     first, *others = gathered(mine)
@@ -258,7 +258,7 @@ class Loop:
             with recorded(done + 1, write):
                 self.step()
         self._seconds = time.perf_counter() - begin
-        if self.config.save.every is not None or not self.training.recipe.leaves_weights:
+        if self.config.save.every is not None:
             with self._busy_with("saving"):
                 self.keeper.save(asynchronous=False, must=True)
         return self._conclude()
@@ -294,7 +294,7 @@ class Loop:
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample = training.sample()
-        weights = full_state_dict(training.model) if training.recipe.leaves_weights else {}
+        weights = full_state_dict(training.model)
         training.optimizer.close()
         self._watchdog.pause()  # no rank waits while rank 0 writes
         if self.report is None:
@@ -351,7 +351,7 @@ class Loop:
         busy = self._busy.stop()
         norm = training.norm()
         agreed = self._agree(loss, busy)
-        experts = training.recipe.tokens_per_expert(training.model)
+        experts = training.tokens_per_expert()
         action = self.supervisor.observe(self._observation(agreed, norm, experts))
         for note in action.notes:
             self._event(note.kind, note.text)

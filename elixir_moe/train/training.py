@@ -1,8 +1,7 @@
 """The training state: a model, its optimizer, its data, and the progress of the run.
 
 Owns one step (forward and backward over the micro-batches, clipping, update), evaluation, the text sample, and the
-state that must be saved to resume exactly. What it knows of the model is a `Recipe`, of the data a `Data`. Decides
-nothing: `loop` chooses the next step and when to save.
+state that must be saved to resume exactly. Decides nothing: `loop` chooses the next step and when to save.
 """
 
 import math
@@ -18,24 +17,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.models.adapters import adapted_modules
-from elixir_moe.models.gpt import generate
+from elixir_moe.models.gpt import (
+    GPT,
+    Meshes,
+    generate,
+    gpt_patterns,
+    lm_loss,
+    lm_loss_without_logits,
+    tokens_per_expert,
+)
+from elixir_moe.moe.layer import LayerRanks, MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.rules import logical_numel
+from elixir_moe.parallel.linear import CutLinear
+from elixir_moe.parallel.rules import annotate, logical_numel
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.train.config import OptimizerConfig, TrainConfig, identity
-from elixir_moe.train.data import Data, items_of, rows_of
-from elixir_moe.train.recipe import Recipe
-from elixir_moe.train.rows import Rows
+from elixir_moe.train.data import Text, decode_bytes, rows_of
 from elixir_moe.watch.tensors import name_not_finite, scales
 from elixir_moe.wrap import wrap
-
-_MANY_PASSES = 20
-"""Passes over the rows above which the model learns to repeat them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,9 +71,9 @@ class Progress:
 class Training:
     """A model, its optimizer and its data during a run."""
 
-    def __init__(self, config: TrainConfig, data: Data, mesh: DeviceMesh) -> None:
+    def __init__(self, config: TrainConfig, data: Text, mesh: DeviceMesh) -> None:
         self.config, self.data = config, data
-        self.recipe: Recipe = config.recipe()
+        self._loss = lm_loss_without_logits if config.run.loss == "fused" else lm_loss
         self.mesh: DeviceMesh | None = mesh
         self.identity = identity(config, data)
         self.ranks = mesh.size()
@@ -80,7 +83,8 @@ class Training:
         self.progress = Progress(lr=optimizer.lr, clip_norm=optimizer.clip_norm, accumulation=config.run.accumulation)
         torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
         with sharded_init():  # no rank ever holds the model: `wrap` draws each weight straight into its shards
-            model = self.recipe.build(mesh)
+            model = GPT(config.model, mesh)
+            annotate(model, gpt_patterns(model))
         self.parameters = _count_parameters(model)
         self.model, self.optimizer = self._wrap(model)
         self.wrapped = require_wrapped(self.model, "train")
@@ -93,15 +97,11 @@ class Training:
     def _wrap(self, model: nn.Module) -> tuple[nn.Module, ShardedOptimizer]:
         rows = self.config.micro_batch // self.replicas
         sample = self.data.batch(seed=self.config.run.seed, step=1, rows=rows)
-        items = max(1, items_of(sample))
         return wrap(
             model,
             adamw(model, self.config.optimizer),
-            plan=self.config.plan.plan(
-                lambda model, batch: self.recipe.loss(model, batch, items), sample, self.config.run.accumulation
-            ),
+            plan=self.config.plan.plan(self._loss, sample, self.config.run.accumulation),
             compute_dtype=self.config.run.compute_dtype,
-            weights=self.recipe.weights,
         )
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -117,20 +117,19 @@ class Training:
             group["lr"] = self.learning_rate()
         self.updating = early
         losses: list[Tensor] = []
-        for micro_batch, items in self._micro_batches():
-            loss = self.recipe.loss(self.model, micro_batch, items)
+        for micro_batch in self._micro_batches():
+            loss = self._loss(self.model, micro_batch)
             last = len(losses) == progress.accumulation - 1
             with self.optimizer.update_in_backward() if early and last else nullcontext():
                 (self.optimizer.scale(loss) / progress.accumulation).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean().item()
 
-    def _micro_batches(self) -> Iterator[tuple[Tensor, float]]:
-        """This rank's micro-batches of the step, each with the labels that one has on the average."""
+    def _micro_batches(self) -> Iterator[Tensor]:
+        """This rank's micro-batches of the step."""
         batch = self.data.batch(seed=self.config.run.seed, step=self.progress.batch, rows=self.config.run.global_batch)
-        items = items_of(batch) / (self.progress.accumulation * self.replicas)
         for micro_batch in batch.chunk(self.progress.accumulation):
-            yield rows_of(micro_batch, self.replica, self.replicas).to(self.device), items
+            yield rows_of(micro_batch, self.replica, self.replicas).to(self.device)
 
     def norm(self) -> float:
         """Clips the gradients; returns their global norm before clipping. Collective."""
@@ -172,7 +171,13 @@ class Training:
     def disconnect(self) -> None:
         """Drops all references to meshes: no step can run any more, but the model can be saved."""
         self.mesh = None
-        self.recipe.disconnect(self.model)
+        for module in self.model.modules():
+            if isinstance(module, GPT):
+                module.meshes = Meshes(self.config.model, None)
+            if isinstance(module, MoE):
+                module.place = LayerRanks()
+            if isinstance(module, CutLinear):
+                module.ranks = replace(module.ranks, process_group=None)
 
     def save(
         self, path: Path, supervisor: dict[str, Any], *, keep: int | None = None, asynchronous: bool = False
@@ -204,26 +209,29 @@ class Training:
         return name_not_finite(self.model, self.wrapped, self._forward_again, drop)
 
     def _forward_again(self) -> None:
-        for micro_batch, items in self._micro_batches():
-            self.recipe.loss(self.model, micro_batch, items)
-        self.recipe.tokens_per_expert(self.model)  # those of this forward do not count
+        for micro_batch in self._micro_batches():
+            self._loss(self.model, micro_batch)
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
     @property
-    def tokens_per_step(self) -> float:
-        """Tokens in a step of all ranks, without those that fill rows up."""
-        return self.config.run.global_batch * self.data.tokens_per_row
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks predict in a step."""
+        return self.config.run.global_batch * self.config.model.seq_len
+
+    def tokens_per_expert(self) -> dict[str, list[int]]:
+        """By mixture layer, the choices that fell on each expert in the last micro-batch, all ranks together."""
+        return tokens_per_expert(self.model)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean cross-entropy over the validation batches in nats per token. Collective."""
         self.model.eval()
-        items = items_of(self.validation) / (len(self.validation) * self.replicas)
         losses = []
         for batch in self.validation:
             mine = rows_of(batch, self.replica, self.replicas).to(self.device)
-            losses.append(self.recipe.validation_loss(self.model, mine, items))
+            logits = self.model(mine[:, :-1]).logits.float()
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()))
         self.model.train()
         total = torch.stack(losses).mean()
         dist.all_reduce(total)
@@ -232,38 +240,30 @@ class Training:
     def sample(self) -> str:
         """Text that the model writes after the start of the validation part; the same on all ranks. Collective."""
         run = self.config.run
-        tokens = self.recipe.samples if run.sample_bytes is None else run.sample_bytes
-        if not tokens:
+        if not run.sample_bytes:
             return ""
-        context = self.recipe.length - 1
         written = generate(
             self.model,
-            self.data.prompt(min(64, context)).unsqueeze(0).to(self.device),
-            tokens,
-            context=context,
+            self.data.validation[: min(64, self.config.model.seq_len)].long().unsqueeze(0).to(self.device),
+            run.sample_bytes,
             temperature=run.temperature,
             generator=torch.Generator(self.device).manual_seed(run.seed),
         )
-        return self.data.decode(written[0].tolist())
+        return decode_bytes(written[0].tolist())
 
     def description(self) -> Iterator[str]:
         """Lines that describe model, data and step."""
-        run = self.config.run
-        yield f"model       {self.parameters:,} parameters, {self.recipe.facts()}"
-        yield from (f"adapters    {line}" for line in adapted_modules(self.model))
-        yield from self.data.describe(self.validation)
+        run, model = self.config.run, self.config.model
+        pairs = zip(model.experts, model.ep, strict=True)
+        kinds = ", ".join(f"{n} experts (ep {ep})" if n else "dense" for n, ep in pairs)
+        yield f"model       {self.parameters:,} parameters, layers of width {model.d_model}: {kinds}"
+        yield self.data.description(self.validation)
         yield (
-            f"step        {run.global_batch} samples of {self.recipe.length} tokens, ranks: {self.ranks}"
+            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}"
             f"{f' (tp {run.tp})' * (run.tp > 1)}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}, plan: {self.config.plan.kind}"
         )
-        if isinstance(self.data, Rows):
-            passes = run.steps * run.global_batch / len(self.data.train)
-            heart = "; after so many the model repeats the rows: give fewer run.steps, or more rows" * (
-                passes > _MANY_PASSES
-            )
-            yield f"run         {run.steps} steps are {passes:.3g} passes over the rows{heart}"
-        if self.device.type == "cuda" and self.recipe.varies and not _expandable():
+        if self.device.type == "cuda" and any(model.experts) and model.capacity_factor is None and not _expandable():
             yield (
                 "memory      experts take another number of tokens in each step, which fragments GPU memory: set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -701,9 +701,8 @@ def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
     training: Any = SimpleNamespace(
         model=torch.nn.Module(),
         config=config,
-        recipe=config.recipe(),
         device=torch.device(device),
-        data=SimpleNamespace(describe=lambda validation: ()),
+        data=SimpleNamespace(description=lambda validation: ""),
         validation=torch.zeros(1, 1, 2),
         parameters=1,
         ranks=1,

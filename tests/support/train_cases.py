@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from elixir_moe import settings
 from elixir_moe.errors import ElixirError
-from elixir_moe.models.config import GPTConfig
 from elixir_moe.report.directory import CONTROL
 from elixir_moe.train.config import TrainConfig
 from elixir_moe.train.data import Text, load_text
@@ -47,7 +46,6 @@ def settings_of(out: Path, **changes: Any) -> TrainConfig:
 
 
 def text_of(config: TrainConfig) -> Text:
-    assert isinstance(config.model, GPTConfig)
     text = load_text((), config.data.validation, config.model.seq_len)
     return replace(text, train=text.train[:20_000], validation=text.validation[:2_000])
 
