@@ -73,6 +73,16 @@ def parser_of(settings_help: str | None) -> Parser:
     env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
     plan_parser = verbs.add_parser("plan", help="find the best plan for a model on a machine", allow_abbrev=False)
     add_plan(plan_parser)
+    check_parser = verbs.add_parser(
+        "check",
+        help="check this machine in five minutes: exactness, speeds, and what it can train",
+        description="Trains a small mixture of experts under three plans on all GPUs, or on the CPU, and compares "
+        "it with plain PyTorch; measures the link, Adam and the disk. Exit code 1: something differs.",
+        allow_abbrev=False,
+    )
+    check_parser.add_argument(
+        "--disk", type=Path, metavar="FOLDER", help="where the disk is tried; by default the folder for temporary files"
+    )
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
     verify_parser = verbs.add_parser(
@@ -94,6 +104,7 @@ def parser_of(settings_help: str | None) -> Parser:
     others = (
         env_parser,
         plan_parser,
+        check_parser,
         estimate_parser,
         verify_parser,
         report_parser,

@@ -81,6 +81,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _run_verb(known: argparse.Namespace) -> int:
+    if known.verb == "check" and not known.quiet:  # before torch, which takes seconds to load
+        print("elixir-moe check: some minutes at most; loads PyTorch first ...", file=sys.stderr, flush=True)
+
     from elixir_moe.parallel.mesh import prepare_process
 
     prepare_process()

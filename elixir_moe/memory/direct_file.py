@@ -49,7 +49,7 @@ class DirectFile:
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], offset: int, data: memoryview) -> None:
         while data:
-            direct = self._is_direct()
+            direct = self.is_direct()
             try:
                 moved = move(self.fileno(), [data], offset)
             except OSError as error:
@@ -61,7 +61,8 @@ class DirectFile:
                 raise OSError("the file ends there")
             data, offset = data[moved:], offset + moved
 
-    def _is_direct(self) -> bool:
+    def is_direct(self) -> bool:
+        """Whether requests bypass the page cache; a request that the disk refuses so may end it."""
         return bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT)
 
     def _set_direct(self, direct: bool) -> None:

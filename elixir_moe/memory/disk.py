@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -82,6 +83,20 @@ class DiskFile:
                 f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
                 f"a checkpoint, on another disk"
             ) from error
+
+    def drop_cached(self) -> bool:
+        """Writes what the system caches of the file to the disk and drops it; returns whether it caches nothing.
+
+        Raises DiskError if the disk fails.
+        """
+        if self._file.is_direct():
+            return True
+        try:
+            os.fsync(self._file.fileno())
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise DiskError(f"{self.where}: a file in {self.directory!r} could not be synced: {error}") from error
+        return False
 
     def close(self) -> None:
         """Closes the file, which frees the disk, once all threads have finished."""
@@ -263,3 +278,17 @@ def disk_bytes_left(directory: str) -> int:
 def bytes_of(memory: torch.Tensor) -> memoryview:
     """The bytes of a tensor in host memory, without a copy."""
     return memoryview(memory.numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def file_system(directory: str) -> str:
+    """The type of the file system that a folder is on, such as ``ext4`` or ``tmpfs``; "" where the system names none.
+
+    Raises OSError if there is no such folder.
+    """
+    device = os.stat(directory).st_dev
+    mounts = Path("/proc/self/mountinfo")
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return kind.split()[0]
+    return ""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from elixir_moe.chunks.cache_policy import CacheState
-from elixir_moe.chunks.ledger import GRADIENT
+from elixir_moe.chunks.ledger import GRADIENT, spill_slice_numel
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
@@ -70,6 +70,8 @@ _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor."""
 _HOST_ADAM_NUMEL = 1 << 26
 """Elements of an update on the host beside a GPU: 1 GB of state, so that pages and caches are those of a step."""
+_ADAM_STATE_BYTES = 14
+"""Bytes of an element of that update: an fp32 master and moments, and a gradient in bf16."""
 _WARM_SECONDS = 0.05
 """Updates run that long before one is timed: a core that has rested runs at a lower clock at first."""
 _MATRIX = 512
@@ -77,6 +79,8 @@ _MATRIX = 512
 _WIRE_BYTES = 1 << 22
 """Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need more to reach speed."""
 _DISK_BYTES = 1 << 25
+_CHECKED_DISK_BYTES = 1 << 29
+"""Bytes of the disk that `measured_again` writes and reads: more than a disk takes into its own memory at once."""
 _UNITS = 16
 """Units of the model on which the host time of one is measured."""
 _REPEATS = 3
@@ -147,16 +151,51 @@ def measured_here(ranks: int) -> Hardware:
         return Hardware.parse((Path(folder) / "figures.json").read_text(encoding="utf-8"), f"{ranks} ranks here")
 
 
-def _measure_rank(rank: int, ranks: int, folder: str) -> None:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
+def measured_again(directory: str) -> tuple[Hardware, bool]:
+    """(figures of this machine as it is now, with the disk of a folder; whether requests reached the disk itself).
+
+    Later runs find the figures. Collective over the world, whose ranks are all on this host.
+
+    Raises:
+        TierError: rank 0 cannot write to the folder; on all ranks.
+    """
+    device = _set_up_rank(dist.get_rank(), dist.get_world_size())
+
+    def disk() -> tuple[float, float, bool] | None:
+        if dist.get_rank():
+            return None
+        return _disk_rates(directory, min(_CHECKED_DISK_BYTES, disk_bytes_left(directory) // 4))
+
+    read, written, direct = raise_on_all_ranks("measured the disk", disk, error=TierError)[0] or (0.0, 0.0, False)
+    machine = describe(device, _compute_dtype(device))
+    found = _with_wires(_measured(machine, device), device, [tuple(range(dist.get_world_size()))])
+    if dist.get_rank() == 0:
+        keep(machine, found)
+    return replace(found, disk_read=read, disk_write=written), direct
+
+
+def _set_up_rank(rank: int, ranks: int) -> torch.device:
+    """The device of this rank of `ranks` on this host, which becomes the current one; sets the number of threads."""
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    return device
+
+
+def _compute_dtype(device: torch.device) -> torch.dtype:
+    """bf16, or fp16 on a GPU that has no bf16 of its own, such as a T4."""
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float16
+
+
+def _measure_rank(rank: int, ranks: int, folder: str) -> None:
+    device = _set_up_rank(rank, ranks)
+    cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks
     )
-    found = hardware_here(describe(device, torch.bfloat16), device, [tuple(range(ranks))])
+    found = hardware_here(describe(device, _compute_dtype(device)), device, [tuple(range(ranks))])
     if rank == 0:
         (Path(folder) / "figures.json").write_text(found.to_json(), encoding="utf-8")
     dist.barrier()
@@ -167,7 +206,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The properties that a machine's figures depend on."""
     cuda = device.type == "cuda"
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "kernels": cpu_features(),
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
@@ -181,9 +220,13 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def cache_path(machine: dict[str, Any]) -> Path:
     """The cache file of a machine's figures."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
-    return root / "elixir-moe" / f"hardware-{key}.json"
+    return cache_folder() / f"hardware-{key}.json"
+
+
+def cache_folder() -> Path:
+    """The folder of all figures that are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elixir-moe"
 
 
 def keep(machine: dict[str, Any], hardware: Hardware) -> None:
@@ -310,7 +353,7 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
     place, room = found[rank]
 
     def measure() -> tuple[float, float] | None:
-        return _disk_rates(directory) if places.index(place) == rank else None
+        return _disk_rates(directory)[:2] if places.index(place) == rank else None
 
     rates = [
         theirs for theirs in raise_on_all_ranks("measured the disk", measure, error=TierError) if theirs is not None
@@ -414,11 +457,10 @@ def _host_adam_rates(device: torch.device) -> tuple[float, float]:
     host, threads = torch.device("cpu"), host_threads(device)
     if device.type == "cpu":
         return _adam_rate(host, threads=threads), _narrow_rate(host, threads=threads)
+    room = host_bytes_left() // dist.get_world_size() // 4
+    numel = max(_ADAM_NUMEL, min(_HOST_ADAM_NUMEL, room // _ADAM_STATE_BYTES))
     with _busy_bus(device):
-        return (
-            _adam_rate(host, _HOST_ADAM_NUMEL, threads=threads),
-            _narrow_rate(host, _HOST_ADAM_NUMEL, threads=threads),
-        )
+        return _adam_rate(host, numel, threads=threads), _narrow_rate(host, numel, threads=threads)
 
 
 @contextmanager
@@ -428,7 +470,7 @@ def _busy_bus(device: torch.device) -> Iterator[None]:
 
     def copy() -> None:
         work_on(device)
-        up, down = (torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2))
+        up, down = (_random_bytes(_COPY_BYTES, torch.device("cpu")).pin_memory() for _ in range(2))
         there, other = torch.empty_like(up, device=device), torch.empty_like(down, device=device)
         streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         while not ended.is_set():
@@ -527,16 +569,21 @@ def _updates_a_second(update: Callable[[], None], numel: int, device: torch.devi
 def _temporary_rates() -> tuple[float, float]:
     """`_disk_rates` of the folder for temporary files; zeros, with a warning, if that fails."""
     try:
-        return _disk_rates(tempfile.gettempdir())
+        return _disk_rates(tempfile.gettempdir())[:2]
     except (TierError, OSError) as error:
         warnings.warn(f"the disk could not be measured: {error}", stacklevel=3)
         return 0.0, 0.0
 
 
-def _disk_rates(directory: str) -> tuple[float, float]:
-    """Speed of reads and of writes in a folder, done as for chunks on disk, in 1e9 bytes a second."""
-    spill = Spill(directory, [(_DISK_BYTES // 4, (GRADIENT,))], rank=dist.get_rank())
-    step = spill.slice_numel * 4
+def _disk_rates(directory: str, nbytes: int = _DISK_BYTES) -> tuple[float, float, bool]:
+    """(speed of reads, of writes, in 1e9 bytes a second; whether they bypassed the system's cache).
+
+    Random bytes are written and read as for chunks on disk. What the system caches is written to the disk and dropped
+    before it is read.
+    """
+    step = spill_slice_numel() * 4
+    nbytes = max(1, nbytes // step) * step
+    spill = Spill(directory, [(nbytes // 4, (GRADIENT,))], rank=dist.get_rank())
 
     def move(offset: int, write: bool) -> None:
         own = spill.record()
@@ -544,17 +591,19 @@ def _disk_rates(directory: str) -> tuple[float, float]:
             spill.move(offset, own.memory, write=write)
 
     for record in spill.records:
-        record.memory.view(torch.float32).uniform_()
+        record.memory.copy_(_random_bytes(len(record.memory), record.memory.device))
     try:
         seconds = []
         for write in (True, False):
             start = time.perf_counter()
-            list(spill.threads.map(partial(move, write=write), range(0, _DISK_BYTES, step)))
+            list(spill.threads.map(partial(move, write=write), range(0, nbytes, step)))
+            if write:
+                direct = spill.drop_cached()
             seconds.append(time.perf_counter() - start)
     finally:
         spill.close()
     written, read = seconds
-    return _DISK_BYTES / read / 1e9, _DISK_BYTES / written / 1e9
+    return nbytes / read / 1e9, nbytes / written / 1e9, direct
 
 
 def _at_once(run: Callable[[], object], device: torch.device) -> float:
@@ -589,7 +638,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""Processes on this machine's CPU that run one function and end.
+"""Processes on this machine that run one function and end: on its CPU, or each on a GPU of its own.
 
 Owns their start, their process group and the way of an error back. Ranks are forked from a server that has imported the
 library and never computed. Never leaves a process behind.
@@ -7,6 +7,7 @@ library and never computed. Never leaves a process behind.
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -29,22 +30,34 @@ _SECONDS_FOR_OTHERS = 5.0
 
 
 _PRELOADED = ("elixir_moe.public", IMPORTED_LATE)
-_QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+_NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
+"""Products in fp32 have the bits of fp32: containers for training set the second variable to 1."""
 
 
 def load_once(*modules: str) -> None:
     """Has the server import these modules too, so that ranks have them when they start; before the first rank."""
-    os.environ |= _QUIET  # libraries read some of it when they are imported
+    os.environ |= _QUIET | _NO_GPU  # libraries read some of it when they are imported
     multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
     forkserver.ensure_running()
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls ``function(*arguments)`` on so many CPU ranks; returns what rank 0 returned.
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, gpus: bool = False, at_most: float | None = None
+) -> Any:
+    """Calls ``function(*arguments)`` on so many ranks; returns what rank 0 returned.
+
+    Args:
+        ranks: how many.
+        function: what each of them runs.
+        arguments: its arguments.
+        gpus: rank i sees all GPUs and starts on GPU i; without it, ranks see no GPU.
+        at_most: seconds that the ranks may take together.
 
     Raises:
         ElixirError: of the type that the first rank raised, with its message. Errors of other libraries come as
-            ElixirError with their traceback.
+            ElixirError with their traceback. Also if ranks have not answered in time.
     """
     context: Any = multiprocessing.get_context("forkserver")
     multiprocessing.set_forkserver_preload(list(_PRELOADED))  # a server that runs already is left as it is
@@ -52,13 +65,13 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
         pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            parts = (rank, ranks, folder, theirs, function, arguments)
+            parts = (rank, ranks, folder, theirs, gpus, function, arguments)
             processes.append(context.Process(target=_serve, args=parts, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
         try:
-            results = _answers(pipes)
+            results = _answers(pipes, at_most)
             for process in processes:
                 process.join(_SECONDS_FOR_OTHERS)
             return results[0]
@@ -68,13 +81,18 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
                 process.join()
 
 
-def _answers(pipes: list[Connection]) -> list[Any]:
+def _answers(pipes: list[Connection], at_most: float | None) -> list[Any]:
     """The results of all ranks. The first failure is raised."""
+    deadline = None if at_most is None else time.monotonic() + at_most
     results: dict[int, Any] = {}
     failures: dict[int, tuple[str, str]] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
-        ready: Any = wait(list(waiting), timeout=_SECONDS_FOR_OTHERS if failures else None)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready: Any = wait(list(waiting), timeout=_SECONDS_FOR_OTHERS if failures else left)
+        if not ready and not failures:
+            silent = ", ".join(map(str, sorted(waiting.values())))
+            raise errors.ElixirError(f"of {len(pipes)} ranks, these have not answered within {at_most:g} s: {silent}")
         if not ready:
             break
         for pipe in ready:
@@ -92,16 +110,21 @@ def _answers(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _serve(rank: int, ranks: int, folder: str, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+def _serve(
+    rank: int, ranks: int, folder: str, pipe: Connection, gpus: bool, function: Callable[..., Any], arguments: Any
+) -> None:
     """The life of one rank; what it prints goes to stderr, since stdout has the result of a command."""
     os.dup2(2, 1)
     prepare_process()
     torch.set_num_threads(1)
-    os.environ |= _QUIET
+    os.environ |= _QUIET | (_NO_TF32 if gpus else _NO_GPU)
     warnings.simplefilter("ignore", FutureWarning)  # libraries' words to each other
     meeting = f"file://{folder}/meeting"
     try:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+        if gpus:
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)
         pipe.send((True, function(*arguments)))
         dist.destroy_process_group()
     except Exception as error:  # whatever it is, the user is told by the process that started this one

@@ -241,10 +241,12 @@ class Named:
     """Rows of a micro-batch."""
     changed: tuple[str, ...] = field(default=(), compare=False)
     """What was shrunk."""
+    device: str = "cpu"
+    """Of the ranks: "cpu" or "cuda"."""
 
     def build(self, *, under_plan: bool = False) -> Subject:
         """See `Source.build`."""
-        mesh = init_mesh(device_type="cpu") if under_plan and dist.get_world_size() > 1 else None
+        mesh = init_mesh(device_type=self.device) if under_plan and dist.get_world_size() > 1 else None
         model = GPT(self.config, mesh)
         if not under_plan:
             return Subject(model=plain_mixtures(model), step=next_token_loss, sample=self.sample)

@@ -26,7 +26,7 @@ from elixir_moe.peft_models import base_of, has_own_adapters, is_peft_model
 from elixir_moe.quantized.packed import SCALES, packed_parameters
 from elixir_moe.state.checkpoint.storage import read_manifest
 from elixir_moe.state.checkpoint.whole import Whole
-from elixir_moe.torch_private import tree_leaves
+from elixir_moe.torch_private import tree_leaves, tree_map
 from elixir_moe.verify.plans import AskedPlan
 from elixir_moe.verify.subject import Source, Subject, batch_of, own_loss, parts_of
 
@@ -125,6 +125,8 @@ class Setup:
     """Of forward and backward."""
     folder: Path
     """For the checkpoint, the export and the records."""
+    device: str = "cpu"
+    """Where the ranks train: "cpu" or "cuda". The plain run is always on the CPU."""
 
     @property
     def resumes(self) -> bool:
@@ -198,7 +200,7 @@ def train_and_save(setup: Setup) -> None:
     _seed_generators(SEED)
     for step in range(setup.steps):
         _step(setup, trainee, schedule, record, step)
-    _end_half(trainee, record)
+    _end_half(setup, trainee, record)
     if setup.resumes:
         record.kept = _gathered(_kept(setup, trainee, schedule))
         trainee.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
@@ -223,7 +225,7 @@ def load_and_go_on(setup: Setup) -> None:
     record.found = _gathered(_kept(setup, trainee, schedule))
     for step in range(setup.steps, setup.all_steps):
         _step(setup, trainee, schedule, record, step)
-    _end_half(trainee, record)
+    _end_half(setup, trainee, record)
     _end(setup, trainee, record)
     _leave(setup, record)
 
@@ -234,7 +236,7 @@ def record_of(setup: Setup) -> Record:
 
 
 def _end(setup: Setup, trainee: Trainee, record: Record) -> None:
-    record.outputs = _outputs(trainee.subject, trainee.runs)
+    record.outputs = _outputs(trainee.subject, trainee.runs, setup.device)
     trainee.export(setup.folder / "export")
     trainee.close()
     record.started = setup.way.started(setup)
@@ -249,12 +251,12 @@ def _step(setup: Setup, trainee: Trainee, schedule: LambdaLR, record: Record, st
     """Weights are read behind a forward that has used them: to read them might bring them up to date."""
     subject, losses, sums = trainee.subject, torch.zeros((), dtype=torch.float64), Sums()
     for micro in range(setup.accumulation):
-        rows = own_rows(batch_of(subject, step, micro))
+        rows = own_rows(batch_of(subject, step, micro), setup.device)
         with labels_counted(subject.model, record.labeled, counted=not (step or micro)):
             with _modules_watched(subject.model, sums, watched=not micro):
                 loss = subject.step(trainee.runs, rows)
             trainee.backward(loss, last=micro + 1 == setup.accumulation)
-        losses += loss.detach() / setup.accumulation
+        losses += loss.detach().cpu() / setup.accumulation
     record.losses.append(_mean(losses))
     record.modules.append(_added(_gathered(sums)))
     if step == 0:
@@ -268,12 +270,12 @@ def _step(setup: Setup, trainee: Trainee, schedule: LambdaLR, record: Record, st
     schedule.step()
 
 
-def _end_half(trainee: Trainee, record: Record) -> None:
+def _end_half(setup: Setup, trainee: Trainee, record: Record) -> None:
     """A forward with the weights of the last step, before they are read."""
     subject, sums = trainee.subject, Sums()
     with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
-        loss = subject.step(trainee.runs, own_rows(batch_of(subject, _PROBE, 0)))
-    record.ends.append((_mean(loss.detach().double()), _added(_gathered(sums))))
+        loss = subject.step(trainee.runs, own_rows(batch_of(subject, _PROBE, 0), setup.device))
+    record.ends.append((_mean(loss.detach().double().cpu()), _added(_gathered(sums))))
     record.weights.append(trainee.weights())
 
 
@@ -334,7 +336,7 @@ def _kept(setup: Setup, trainee: Trainee, schedule: LambdaLR) -> Weights:
     said |= {f"schedule, {name}": value for name, value in schedule.state_dict().items()}
     if OWN_STATE not in setup.way.not_done:
         buffers = persistent_buffers(trainee.subject.model)
-        said |= {f"buffer {names[0]}": buffer.detach().clone() for buffer, names in buffers.items()}
+        said |= {f"buffer {names[0]}": buffer.detach().cpu().clone() for buffer, names in buffers.items()}
         numpy = np.random.get_state(legacy=False)["state"]
         said["random generator of torch"] = torch.get_rng_state()
         said["random generator of Python"] = random.getstate()[1]
@@ -348,9 +350,13 @@ def _has_numbers(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
 
 
-def own_rows(batch: Any) -> Any:
-    """This rank's part of a batch."""
-    return list(parts_of(batch, dist.get_world_size()))[dist.get_rank()]
+def own_rows(batch: Any, device: str = "cpu") -> Any:
+    """This rank's part of a batch, on its device."""
+    return _moved(list(parts_of(batch, dist.get_world_size()))[dist.get_rank()], device)
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 @contextmanager
@@ -414,12 +420,12 @@ class Planned:
         """See `Way.begin`."""
         torch.manual_seed(seed)
         subject = setup.source.build(under_plan=True)
-        sample = own_rows(batch_of(subject, 0, 0))
+        sample = own_rows(batch_of(subject, 0, 0), setup.device)
         model, optimizer = wrap(
             subject.model,
             optimizer_of(subject, (p for p in subject.model.parameters() if p.requires_grad)),
             compute_dtype=setup.compute_dtype,
-            device=torch.device("cpu"),
+            device=setup.device,
             **self.plan.of(subject.step, sample),
         )
         return Wrapped(subject=subject, runs=model, optimizer=optimizer, setup=setup)
@@ -438,8 +444,10 @@ class Planned:
         with torch.device("meta"):
             empty = type(model)(model.config)
         trained = optimizer_of(subject, empty.parameters())
-        plan = self.plan.of(subject.step, own_rows(batch_of(subject, 0, 0)))["plan"]  # no step can run without data
-        empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=torch.device("cpu"))
+        plan = self.plan.of(subject.step, own_rows(batch_of(subject, 0, 0), setup.device))[
+            "plan"
+        ]  # no step can run without data
+        empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=setup.device)
         weights = _full(empty)
         optimizer.close()
         return weights
@@ -502,7 +510,7 @@ def _full(model: nn.Module) -> Weights:
         for name, _, _, packed in packed_parameters(model):
             decoded = packed.decode(whole[name], whole.pop(name + SCALES), packed.dtype)
             whole[name] = decoded.transpose(-1, -2).contiguous() if packed.transposed else decoded
-    return {name: value.float() for name, value in whole.items() if isinstance(value, torch.Tensor)}
+    return {name: value.float().cpu() for name, value in whole.items() if isinstance(value, torch.Tensor)}
 
 
 def _saved_moments(path: Path) -> dict[str, Weights]:
@@ -697,14 +705,14 @@ def _of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "save_pretrained") and hasattr(model, "config") and not hasattr(model, "peft_config")
 
 
-def _outputs(subject: Subject, model: nn.Module) -> Tensor:
+def _outputs(subject: Subject, model: nn.Module, device: str = "cpu") -> Tensor:
     """Logits of a batch that no step has seen; the loss where the model is not transformers'."""
-    batch = batch_of(subject, _PROBE, 0)
+    batch = _moved(batch_of(subject, _PROBE, 0), device)
     model.eval()
     with torch.no_grad():
         made = model(**batch).logits if subject.step is own_loss else subject.step(model, batch)
     model.train()
-    return made.float().clone()
+    return made.float().cpu().clone()
 
 
 def optimizer_of(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,11 +1,15 @@
 """Models for `elixir-moe verify`, each a function that is given as `--module`; tests/museum plants faults in them."""
 
+import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from elixir_moe.verify.subject import Named, Subject
 
 E, D, ROWS = 4, 8, 4
 Case = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable[[], Tensor]]
@@ -136,3 +140,19 @@ def talking() -> Case:
         return loss_of(model, x)
 
     return Mixture(), step, sample
+
+
+class Louder(Named):
+    """A GPT whose loss is 1 % larger under a plan than in plain PyTorch."""
+
+    def build(self, *, under_plan: bool = False) -> Subject:
+        subject = super().build(under_plan=under_plan)
+        step = subject.step
+        return replace(subject, step=lambda model, batch: step(model, batch) * 1.01) if under_plan else subject
+
+
+def rank_1_sleeps() -> None:
+    """Rank 1 never comes to the barrier of the others."""
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
