@@ -1,6 +1,7 @@
 """Fixtures every test shares: the pools of ranks, started at first use and kept for the whole run."""
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from elixir_moe.kernels import spare_tiles
 from elixir_moe.train import waiting
 from tests.support.ranks import RankPool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
 spare_tiles()  # for the processes that tests start, too
 torch.set_num_threads(1)
 
