@@ -7,8 +7,10 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,16 @@ from elixir_moe.train import launch
 from elixir_moe.watch.control import INTERRUPTED, Signals, exit_code_of, named
 from elixir_moe.watch.supervisor import DIVERGED
 
+if TYPE_CHECKING:
+    from elixir_moe.finetune.run import OutOfMemory
+
 
 def run(known: argparse.Namespace) -> int:
     """Fine-tunes; returns the exit code."""
     try:
         from elixir_moe.finetune.arguments import parse, parser_of
         from elixir_moe.finetune.callbacks import DivergedError
-        from elixir_moe.finetune.run import callbacks_of, finetune, stopped_by
+        from elixir_moe.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
     except ModuleNotFoundError as error:
         raise ConfigError(f"{known.verb} needs {error.name}: pip install trl peft") from error
 
@@ -54,6 +59,8 @@ def run(known: argparse.Namespace) -> int:
                 trainer = finetune(given, callbacks)
             except DivergedError as error:
                 return _ended(str(error), DIVERGED, shown)
+            except OutOfMemory as error:
+                return _ended(_with_command(error, known.arguments), 1, True)
     trainer.model._elixir.optimizer.close()
     dist.destroy_process_group()
     stopped = stopped_by(callbacks)
@@ -78,3 +85,11 @@ def _ended(text: str, code: int, shown: bool) -> int:
     if not (code and launch.leave_error(text, code)) and shown:
         print(f"elixir-moe: {text}", file=sys.stderr)
     return code
+
+
+def _with_command(error: "OutOfMemory", words: Sequence[str]) -> str:
+    if error.changes is None:
+        return str(error)
+    from elixir_moe.finetune.smaller import command_with
+
+    return f"{error}:\n  {launch.program()} {shlex.join(command_with(words, error.changes))}"

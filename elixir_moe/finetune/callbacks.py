@@ -300,7 +300,8 @@ class Records(StepCallback):
         """The record of the last step, which waits for an evaluation."""
         self._last: StepRecord | None = None
         self._val_loss = math.nan
-        self._checkpoint: str | None = None
+        self.checkpoint: str | None = None
+        """The latest checkpoint of this run."""
         self._first = 0
         self._tokens = 0.0
         self._recording = ExitStack()
@@ -326,6 +327,8 @@ class Records(StepCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Called when weights and optimizer are there."""
         self._take(args)
+        if state.global_step:
+            self.checkpoint = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._begun, self._tokens = time.perf_counter(), 0.0
         if self._claim is None or self._directory is None:
             return
@@ -424,7 +427,9 @@ class Records(StepCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called behind each save."""
-        self._checkpoint = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if args.save_only_model:
+            return
+        self.checkpoint = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self.status("running")
 
     def _write(self) -> None:
@@ -444,7 +449,7 @@ class Records(StepCallback):
         """Writes the state of the run: running, stopped, failed or done; on rank 0."""
         if self._files is not None:
             self._write()
-            self._files.status(state, self.trainer.state.global_step, self._checkpoint, reason)
+            self._files.status(state, self.trainer.state.global_step, self.checkpoint, reason)
 
     def end(self, state: str, reason: str = "") -> None:
         """Writes how the run ended, and releases the directory."""

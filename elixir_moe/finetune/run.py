@@ -4,6 +4,7 @@ Owns the way from a model's name to a trainer: the model is built without memory
 weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedules, evaluation and logging are TRL's.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from typing import Any
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 from huggingface_hub import snapshot_download
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,11 +28,15 @@ from transformers import (
     TrainerCallback,
 )
 
-from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.errors import ConfigError
+from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.finetune.arguments import Arguments
 from elixir_moe.finetune.callbacks import ControlFile, Records, StopAtSignal, Supervise
+from elixir_moe.finetune.smaller import Step, that_fits
+from elixir_moe.inspect import inspect
 from elixir_moe.integrations.transformers import ElixirMixin
+from elixir_moe.memory.exhausted import is_out_of_memory
+from elixir_moe.memory.slabs import host_bytes_left
 from elixir_moe.models.adapters import fused_experts, peft_targets
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.models.presets import reason_of
@@ -38,6 +45,9 @@ from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.names import TRAINERS
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.quantized.convert import quantize
+from elixir_moe.report.records import process_bytes
+from elixir_moe.search.profile import Profile
+from elixir_moe.search.trace import trace
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.spreading import spread_experts
 from elixir_moe.watch.control import Signals
@@ -78,6 +88,7 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
     Raises:
         ConfigError: the model, the data or a setting cannot be used; before any weight is read.
         DivergedError: the supervisor has stopped the run.
+        OutOfMemory: a step ran out of memory; on the rank where it did.
     """
     training = given.training
     name = given.model.model_name_or_path
@@ -108,13 +119,103 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
     )
     if "ref" in getattr(trainer.model, "peft_config", {}):  # TRL's copy of adapters that have not been trained
         trainer.model.delete_adapter("ref")
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    failed: Exception | None = None
+    try:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    except Exception as error:
+        if not is_out_of_memory(error) or not hasattr(trainer.model, "_elixir"):
+            raise
+        failed = error.with_traceback(None)  # which holds the tensors of the step
+    if failed is not None:
+        short = _out_of_memory(given, trainer, lambda: _model(given, folder), mesh, failed)
+        for callback in callbacks:
+            if isinstance(callback, Records):
+                callback.event("out of memory", str(short))
+                callback.end("failed", str(short))
+        raise short from failed
     if stopped_by(callbacks) is not None:
         return trainer
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=given.script.dataset_name)
     return trainer
+
+
+class OutOfMemory(ElixirError):  # noqa: N818 (as torch's and Python's say it)
+    """A step ran out of memory; `changes` are the arguments of a smaller one that fits, None if none does."""
+
+    def __init__(self, text: str, changes: dict[str, object] | None) -> None:
+        super().__init__(text)
+        self.changes = changes
+
+
+def _out_of_memory(
+    given: Arguments, trainer: Any, build: Callable[[], nn.Module], mesh: DeviceMesh, error: Exception
+) -> OutOfMemory:
+    """The error of a step that ran out of memory, with the smaller step that fits. Not collective."""
+    training, device, inspection = given.training, trainer.args.device, inspect(trainer.model)
+    gc.collect()
+    done, rank, first = trainer.state.global_step, dist.get_rank(), str(error).partition("\n")[0].rstrip(".")
+    records = next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Records)), None)
+    saved = None if records is None else records.checkpoint
+    resumed: dict[str, object] = {} if saved is None else {"resume_from_checkpoint": saved}
+    if not trainer.model.training:
+        rows = training.per_device_eval_batch_size
+        text = f"out of memory in the evaluation behind step {done} on rank {rank}: {first}"
+        if rows == 1:
+            return OutOfMemory(f"{text}. Give a smaller --max_length, or --eval_strategy no", None)
+        return OutOfMemory(f"{text}. Try fewer rows", {"per_device_eval_batch_size": rows // 2, **resumed})
+    step = Step(
+        rows=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        length=_longest(given),
+    )
+    one_memory = device.type == "cpu"
+    if one_memory:
+        capacity = host_bytes_left() + process_bytes(device)["host"]
+    else:
+        capacity = torch.cuda.get_device_properties(device).total_memory
+    budget = size_bytes("--plan_budget", given.plan.budget)
+
+    model = build()
+    if given.ep > 1:
+        spread_experts(model, expert_mesh(mesh, given.ep))
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable(training.gradient_checkpointing_kwargs)  # type: ignore[operator]
+
+    def profile(other: Step) -> Profile:
+        return trace(
+            model,
+            _step_of(given.kind, model),
+            _sample(given, model, other),
+            world=dist.get_world_size(),
+            rank=dist.get_rank(),
+            compute_dtype=torch.bfloat16 if training.bf16 else None,
+            native_decoder=one_memory,
+        )
+
+    def held(other: Step) -> int:
+        planned = inspection.facts(other.accumulation)["planned_bytes"]
+        return sum(sum(planned[tier].values()) for tier in ("device", *["host"] * one_memory))
+
+    found = that_fits(step, profile, held, capacity if budget is None else min(budget, capacity))
+    where = f"out of memory in step {done + 1} on rank {rank}"
+    if found is None:
+        return OutOfMemory(
+            f"{where}: {first}. No smaller step fits beside what the plan holds on the device: give --plan auto or "
+            f"--plan offload, more GPUs, or adapters with --quantize nf4",
+            None,
+        )
+    changes: dict[str, object] = {
+        "per_device_train_batch_size": found.rows,
+        "gradient_accumulation_steps": found.accumulation,
+    }
+    if found.length < step.length:
+        changes["max_completion_length" if given.kind == "grpo" else "max_length"] = (
+            found.length - (step.length - training.max_completion_length) if given.kind == "grpo" else found.length
+        )
+    words = "the same rows a step in smaller micro-batches" if found.length == step.length else "shorter rows"
+    return OutOfMemory(f"{where}: {first}. {words.capitalize()} should fit", changes | resumed)
 
 
 def stopped_by(callbacks: Sequence[TrainerCallback]) -> int | None:
@@ -231,14 +332,25 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
 def _plan(given: Arguments, model: nn.Module) -> Plan | AutoPlan:
     """The plan; one that is searched traces a batch of the longest rows."""
     training = given.training
-    rows = training.per_device_train_batch_size * (2 if given.kind in _PAIRS else 1)
-    longest = getattr(training, "max_length", None) or 1024
+    accumulation = training.gradient_accumulation_steps
+    step = Step(rows=training.per_device_train_batch_size, accumulation=accumulation, length=_longest(given))
+    return given.plan.plan(_step_of(given.kind, model), _sample(given, model, step), accumulation)
+
+
+def _longest(given: Arguments) -> int:
+    """Tokens of the longest row that a command may train on."""
+    training = given.training
     if given.kind == "grpo":
-        longest = training.max_completion_length + (getattr(training, "max_prompt_length", None) or 512)
+        return int(training.max_completion_length + (getattr(training, "max_prompt_length", None) or 512))
+    return getattr(training, "max_length", None) or 1024
+
+
+def _sample(given: Arguments, model: nn.Module, step: Step) -> torch.Tensor:
+    """A batch of the longest rows."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    most = getattr(config, "max_position_embeddings", None) or longest
-    tokens = torch.zeros(rows, min(longest, most), dtype=torch.long)
-    return given.plan.plan(_step_of(given.kind, model), tokens, training.gradient_accumulation_steps)
+    most = getattr(config, "max_position_embeddings", None) or step.length
+    rows = step.rows * (2 if given.kind in _PAIRS else 1)
+    return torch.zeros(rows, min(step.length, most), dtype=torch.long)
 
 
 def _step_of(kind: str, model: nn.Module) -> Callable[[nn.Module, Any], Any]:

@@ -1,13 +1,18 @@
 """Supervision, control.yaml, signals and records, through both doors: `train` and TRL's trainers under a plan."""
 
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.finetune.smaller import Step, command_with, smaller, that_fits
+from elixir_moe.search import cost
 from tests.finetune.test_finetune import LORA, saved
 from tests.support.doors import DOORS, LR, STEPS, by_sft
 from tests.support.ranks import RankPool
@@ -135,3 +140,51 @@ def test_an_output_directory_with_files_of_others_is_left_as_it_is(ranks: Ranks,
     found = by_sft(ranks(2), tmp_path, {}, 0, 100, {})
     assert found.exit_code == 1 and "config.yaml" in found.reason and "--output_dir" in found.reason
     assert (tmp_path / "out" / "config.yaml").read_text() == "mine: true\n"
+
+
+def test_out_of_memory_ends_with_the_command_of_a_smaller_step(ranks: Ranks, tmp_path: Path) -> None:
+    found = by_sft(ranks(1), tmp_path, {3: "hunger"}, 0, 2, {}, "--max_length", "32")
+    assert found.exit_code == 1 and "out of memory in step 4 on rank 0: CUDA out of memory" in found.reason
+    assert found.status["state"] == "failed" and found.events[-1][0] == "out of memory"
+    assert found.changes == {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2"),
+    }
+    words = [word for name, value in found.changes.items() for word in (f"--{name}", str(value))]
+    again = by_sft(ranks(1), tmp_path, {3: "hunger"}, 0, 2, {}, "--max_length", "32", *words)
+    assert again.exit_code == 0 and again.metrics[-1]["step"] == STEPS
+    whole = by_sft(ranks(1), tmp_path / "whole", {}, 0, 2, {}, "--max_length", "32")
+    assert [line["loss"] for line in again.metrics] == pytest.approx([line["loss"] for line in whole.metrics], rel=1e-5)
+
+
+def test_a_smaller_step_is_the_first_whose_activations_fit() -> None:
+    """A step needs 4 bytes a token, and the sums of several micro-batches 10 bytes more."""
+    step = Step(rows=6, accumulation=1, length=512)
+    assert [(each.rows, each.accumulation, each.length) for each in smaller(step)] == [
+        (3, 2, 512), (1, 6, 512), (1, 6, 256), (1, 6, 128)
+    ]  # fmt: skip
+
+    def profiled(each: Step) -> Any:
+        return SimpleNamespace(activation_bytes=4000 * each.rows * each.length, buffer_bytes=0, exchanges=())
+
+    def held(each: Step) -> int:
+        return 1000 if each.accumulation == 1 else 2000
+
+    def fits(each: Step, capacity: int) -> bool:
+        return cost.allowed_bytes(profiled(each), capacity) >= held(each)
+
+    for capacity in range(10**5, 3 * 10**7, 10**5):
+        found = that_fits(step, profiled, held, capacity)
+        if fits(step, capacity):  # it was said to fit, and did not
+            assert found is not None and found.rows == 3
+        else:
+            assert found == next((each for each in smaller(step) if fits(each, capacity)), None), capacity
+
+
+def test_a_command_takes_other_values_however_they_were_given() -> None:
+    words = ["sft", "--max_length=64", "--per-device-train-batch-size", "4", "--bf16", "true"]
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 32}
+    assert shlex.join(command_with(words, changes)) == (
+        "sft --bf16 true --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_length 32"
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ElixirError
@@ -34,6 +35,8 @@ class Found:
     status: dict[str, Any]
     checkpoints: list[int]
     apart: list[int]
+    changes: dict[str, Any] | None = None
+    """The arguments of a smaller step."""
 
 
 def by_train(
@@ -61,14 +64,14 @@ def by_sft(
     words = [f"--{name}={value}" for name, value in zip(("model_name_or_path", "dataset_name"), names, strict=True)]
     if not names[0].exists():
         folder_of(path, "sft")
-    words += [*more, *(f"--supervise_{name}={value}" for name, value in watch.items())]
+    words += [f"--supervise_{name}={value}" for name, value in watch.items()]
     settings = {
         "max_steps": STEPS, "learning_rate": LR, "logging_steps": 1, "use_cpu": True, "bf16": False,
         "disable_tqdm": True, "gradient_checkpointing": False, "save_steps": every, "plan": "offload",
         "per_device_train_batch_size": 4 // ranks.world, "output_dir": path / "out", "lr_scheduler_type": "linear",
     }  # fmt: skip
     words += [f"--{name}={value}" for name, value in settings.items()]
-    return ranks.run(fine_tune, words, at, on)[0]
+    return ranks.run(fine_tune, [*words, *more], at, on)[0]
 
 
 DOORS: dict[str, Callable[..., Found]] = {"train": by_train, "sft": by_sft}
@@ -80,7 +83,7 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
 
     from elixir_moe.finetune.arguments import parse
     from elixir_moe.finetune.callbacks import DivergedError
-    from elixir_moe.finetune.run import callbacks_of, finetune, stopped_by
+    from elixir_moe.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
 
     done, out = set[int](), Path(next(word.partition("=")[2] for word in words if "output_dir" in word))
 
@@ -97,10 +100,12 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
             elif dist.get_rank() == on:
                 if what == "poison":
                     dict(model.named_modules())["model.layers.1.mlp"].register_forward_hook(nan_once())
+                elif what == "hunger":
+                    dict(model.named_modules())["model.layers.1.mlp"].register_forward_hook(_hungry)
                 else:
                     os.kill(os.getpid(), getattr(signal, what))
 
-    code, reason, callbacks = 0, "", []
+    code, reason, callbacks, changes = 0, "", [], None
     try:
         with launched(), Signals(lambda: None, tells=False) as signals:
             given = parse("sft", words)
@@ -111,6 +116,9 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
             code, reason = exit_code_of(stopped) if stopped else 0, "" if stopped is None else "stopped"
     except DivergedError as error:
         code, reason = DIVERGED, str(error)
+        _close(callbacks)
+    except OutOfMemory as error:
+        code, reason, changes = 1, str(error), error.changes
         _close(callbacks)
     except ElixirError as error:
         code, reason = 1, str(error)
@@ -129,7 +137,14 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
         json.loads(_text(out / "status.json") or "{}"),
         steps(out),
         steps(out / "apart"),
+        changes,
     )
+
+
+def _hungry(_module: Any, args: Any, _output: Any) -> None:
+    """Memory is enough for two rows, not for four."""
+    if len(args[0]) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def _close(callbacks: list[Any]) -> None:
