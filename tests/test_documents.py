@@ -141,6 +141,7 @@ SETTINGS = {
     ("less_memory", 2): _BUILT,
     ("checkpoints", 0): f"{_SCHEDULED}; model, optimizer = em.wrap(model, optimizer, plan=em.Plan.ddp())",
     ("trainer", 2): "folder = 'base'",
+    ("sft", 0): "model, data, arguments = build(), rows, Arguments('out', max_steps=2, use_cpu=True, report_to=[])",
     ("finetune", 0): "Path('base').rename('Qwen3-30B-A3B')",
     ("accelerate_fabric", 0): f"{_SCHEDULED}; loader = torch.utils.data.DataLoader(rows)",
 }
@@ -165,6 +166,7 @@ def test_snippets_run_with_what_their_reader_has(
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(4, 16)]
     data = [{key: value[None] for key, value in row.items()} for row in rows]
     scope = {"__name__": "snippet", "em": em, "torch": torch, "Path": Path, "build": build, "rows": rows, "data": data}
+    scope |= {"Arguments": transformers.TrainingArguments}
     scope |= {"AutoConfig": transformers.AutoConfig, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
     scope |= {"AdamW": torch.optim.AdamW, "LoraConfig": peft.LoraConfig, "get_peft_model": peft.get_peft_model}
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
