@@ -77,7 +77,8 @@ class Supervise(_Told):
     @property
     def keeps_weights(self) -> bool:
         """As `StepCallback` says."""
-        return self._supervisor.keeps_weights or not self._saved or self._looks_at_scales
+        avoids = self.trainer.state.global_step + 1 in self._avoid
+        return self._supervisor.keeps_weights or not self._saved or self._looks_at_scales or avoids
 
     @property
     def _looks_at_scales(self) -> bool:

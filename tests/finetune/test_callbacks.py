@@ -50,6 +50,31 @@ def test_a_nan_may_be_skipped_or_gone_back_from(door: str, policy: str, ranks: R
     assert [line["loss"] for line in found.metrics[:2]] == [line["loss"] for line in whole[:2]]
 
 
+@pytest.mark.fault(14)
+@both_doors
+def test_losses_that_stay_high_stop_the_run_with_its_state_apart(door: str, ranks: Ranks, tmp_path: Path) -> None:
+    found = DOORS[door](ranks(2), tmp_path, {3: "burst"}, 0, 2, {"window": "3", "patience": "2"})
+    assert found.exit_code == 3 and "the run diverges since step 4; step 5: the loss is" in found.reason
+    assert [kind for kind, _ in found.events] == ["loss", "loss", "stopped"]
+    assert found.checkpoints == [2, 4] and len(found.apart) == 1 and found.status["state"] == "failed"
+
+
+def test_a_fine_tuning_whose_updates_begin_in_backward_goes_back(ranks: Ranks, tmp_path: Path) -> None:
+    watch = {"on_nan": "back", "on_divergence": "note", "scales_every": "null"}
+    found = by_sft(ranks(2), tmp_path, {3: "poison"}, 0, 2, watch, "--max_grad_norm", "0")
+    assert found.exit_code == 0 and [kind for kind, _ in found.events] == ["went back"]
+    assert "the gradient of" in found.events[0][1], "weights cannot be looked at any more"
+    assert [line["step"] for line in found.metrics] == [*range(1, STEPS + 1)]
+
+
+def test_tokens_of_experts_are_counted_for_the_records(ranks: Ranks, tmp_path: Path) -> None:
+    found = by_sft(ranks(2), tmp_path, {}, 0, 100, {"window": "2"}, "--max_steps", "2", model="Qwen3Moe")
+    for line in found.metrics:
+        tokens = line["tokens_per_second"] * line["step_seconds"]
+        assert len(line["tokens_per_expert"]) == 2
+        assert all(sum(counts) == pytest.approx(2 * tokens) for counts in line["tokens_per_expert"].values())
+
+
 @both_doors
 def test_control_yaml_changes_saves_and_stops(door: str, ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
+from elixir_moe.watch.control import Signals
 from tests.integrations.test_other_trainers import column
 from tests.integrations.test_other_trainers import tokenizer as words_tokenizer
 from tests.integrations.test_trainer import launched
@@ -76,10 +77,11 @@ def in_words(world: int, **changes: Any) -> list[str]:
 def by_command(kind: str, words: Sequence[str], out: Path) -> list[float]:
     """(rank) Does what `elixir-moe KIND ...` does on a rank; returns the losses."""
     from elixir_moe.finetune.arguments import parse
-    from elixir_moe.finetune.run import finetune
+    from elixir_moe.finetune.run import callbacks_of, finetune
 
     with launched():
-        trainer = finetune(parse(kind, [*words, "--output_dir", str(out)]))
+        given = parse(kind, [*words, "--output_dir", str(out)])
+        trainer = finetune(given, callbacks_of(given, Signals(lambda: None, tells=False)))
         trainer.model._elixir.optimizer.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -18,7 +18,7 @@ from elixir_moe.watch.supervisor import DIVERGED
 from tests.finetune.test_finetune import folder_of
 from tests.integrations.test_trainer import launched
 from tests.support.ranks import RankPool
-from tests.support.train_cases import nan_once, run, settings_of
+from tests.support.train_cases import burst, nan_once, run, settings_of
 
 LR = 3e-3
 STEPS = 6
@@ -57,13 +57,14 @@ def by_train(
 
 
 def by_sft(
-    ranks: RankPool, path: Path, at: dict[int, str], on: int, every: int, watch: dict[str, Any], *more: str
-) -> Found:
+    ranks: RankPool, path: Path, at: dict[int, str], on: int, every: int, watch: dict[str, Any], *more: str,
+    model: str = "Llama",
+) -> Found:  # fmt: skip
     """`elixir-moe sft`, with `more` words."""
     names = path / "model", path / "data"
     words = [f"--{name}={value}" for name, value in zip(("model_name_or_path", "dataset_name"), names, strict=True)]
     if not names[0].exists():
-        folder_of(path, "sft")
+        folder_of(path, "sft", model)
     words += [f"--supervise_{name}={value}" for name, value in watch.items()]
     settings = {
         "max_steps": STEPS, "learning_rate": LR, "logging_steps": 1, "use_cpu": True, "bf16": False,
@@ -97,6 +98,8 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
             if what == "control":
                 if dist.get_rank() == 0:
                     (out / CONTROL).write_text(text)
+            elif what == "burst":
+                dict(model.named_modules())["model.norm"].register_forward_hook(burst)
             elif dist.get_rank() == on:
                 if what == "poison":
                     dict(model.named_modules())["model.layers.1.mlp"].register_forward_hook(nan_once())

@@ -157,6 +157,16 @@ def nan_once() -> Callable[..., Any]:
     return hook
 
 
+def burst(_module: Any, _args: Any, output: Any) -> Any:
+    """A hook on the last norm after which losses are far too high, and finite."""
+    return output * -50
+
+
+def _burst(training: Training, _here: bool) -> None:
+    """From now on losses are far too high, on all ranks."""
+    dict(training.model.named_modules())["norm"].register_forward_hook(burst)
+
+
 def _starve(training: Training, _here: bool) -> None:
     """From now on expert 2 gets no token of any rank."""
     router = dict(training.model.named_modules())["blocks.1.mlp.router"]
@@ -174,6 +184,7 @@ FAULTS: dict[str, Callable[[Training, bool], None]] = {
     "room free": lambda training, _: _room(training).unlink() if dist.get_rank() == 0 else None,
     "end": _end,
     "poison": _poison,
+    "burst": _burst,
     "starve": _starve,
 }
 
