@@ -2,12 +2,16 @@
 
 Owns docs/pictures/*.svg, which matplotlib draws as `report.figures` draws the page of a run: text stays text, and
 colors follow the reader's light or dark scheme. Layers and bytes are read from wrapped models, the step in time from
-ARCHITECTURE.md.
+ARCHITECTURE.md, and the mixture's numbers from docs/pictures/mixture.json, which ``--plan`` asks the planner for.
 """
 
+import argparse
+import datetime
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,11 @@ from elixir_moe.chunks.plan import size_text
 from elixir_moe.page import document, model
 from elixir_moe.page.document import Bar
 from elixir_moe.report import figures
-from elixir_moe.report.figures import FONT, Span, light
+from elixir_moe.report.figures import FONT, WIDTH, Span, light
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "pictures"
+MIXTURE = FOLDER / "mixture.json"
 QUIET = {"fontsize": FONT - 1, "color": light("quiet")}
 
 
@@ -173,13 +178,129 @@ def parameter() -> str:
     return _whole("The way of a parameter through a step", figure)
 
 
+def mixture() -> str:
+    """What lies where, and what moves when, as a mixture of 30 billion parameters is trained on one card of 24 GB."""
+    found = json.loads(MIXTURE.read_text())
+    planned, moved, seconds, step = found["planned"], found["moved"], found["seconds"], found["seconds"]["step"]
+    device, host = planned["device"], planned["host"]
+    working = step - sum(seconds[f"{tier}_update"] for tier in planned)
+    tokens = found["batch"] * found["seq"] * found["accumulation"]
+    figure, axes = figures.panel(348)
+    down = 0.0
+
+    def line(words: str, end: str = "", **style: Any) -> None:
+        nonlocal down
+        axes.text(0, down, words, va="center", **{"fontsize": FONT, "color": light("text")} | style)
+        axes.text(WIDTH, down, end, va="center", ha="right", **{"fontsize": FONT, "color": light("text")} | style)
+        down += 13
+
+    def bar(spans: Iterable[tuple[float, float, str]], whole: float) -> None:
+        nonlocal down
+        axes.barh(down, WIDTH, left=0, height=12, color=light("grid"))
+        for left, width, color in spans:
+            axes.barh(down, WIDTH * width / whole, left=WIDTH * left / whole, height=12, color=light(color))
+        down += 15
+
+    def said(parts: Iterable[tuple[str, str]]) -> None:
+        nonlocal down
+        across = 0.0
+        for words, color in parts:
+            width = 14 + len(words) * 5.4
+            if across + width > WIDTH + 20:
+                across, down = 0.0, down + 12
+            axes.plot(across + 3, down, marker="s", markersize=5, color=light(color))
+            axes.text(across + 9, down, words, va="center", **QUIET)
+            across += width
+        down += 19
+
+    places = [
+        ("VRAM", "device", [("weights in use", device["rcache"], "device"),
+                            ("gradients", device["reductions"] + device["sums"], "purple"),
+                            ("activations", found["activations"], "teal"),
+                            ("weights and optimizer state", device["resident"] + device["shards"], "host")]),
+        ("RAM", "host", [("weights and optimizer state", host["shards"] + host["buffers"], "host"),
+                         ("sums of gradients", host["sums"], "purple"),
+                         ("inputs of layers", found["kept"], "teal")]),
+        ("NVMe", "disk", [("optimizer state of the other weights", planned["disk"]["shards"], "host")]),
+    ]  # fmt: skip
+    line(f"Qwen3-30B-A3B in bf16, AdamW in fp32; planned on {found['date']}", **QUIET)
+    down += 6
+    for name, tier, parts in places:
+        used, whole = sum(size for _, size, _ in parts), found["capacity"][tier]
+        line(name, f"{_gib(used)} of {_gib(whole)} GiB", fontweight="bold")
+        ends = accumulate((size for _, size, _ in parts), initial=0)
+        bar([(left, size, color) for left, (_, size, color) in zip(ends, parts, strict=False)], whole)
+        said((f"{words} {_gib(size)}", color) for words, size, color in parts)
+    down += 5
+    line(f"A step of {tokens:,} tokens: {step:.0f} s, {tokens / step:.0f} tokens/s", fontweight="bold")
+    down += 4
+    # A layer is recomputed: of the four parts of a turn, forward is one and backward three. Transfers run beside them.
+    turns = found["accumulation"]
+    part = working / turns / 4
+    fetch, offload = seconds["fetch"] / turns / 4, seconds["offload"] / turns / 3
+    line(f"GPU: forward and backward, {turns} times", f"{seconds['compute']:.0f} s")
+    compute = [(turn * 4 * part, part, "disk") for turn in range(turns)]
+    bar([*compute, *((begin + part, 3 * part, "gray") for begin, *_ in compute)], step)
+    down += 3
+    line("RAM → VRAM: weights for forward, and for backward", f"{_gib(moved['fetched_bytes'])} GiB")
+    bar([(i * part, fetch, "device") for i in range(4 * turns)], step)
+    down += 3
+    line("VRAM → RAM: gradients", f"{_gib(moved['offloaded_bytes'])} GiB")
+    bar([((i + 1) * part - offload, offload, "purple") for i in range(4 * turns) if i % 4], step)
+    down += 3
+    line("CPU: Adam, optimizer state from and to the disk", f"{step - working:.0f} s")
+    bar([(working, step - working, "host")], step)
+    axes.set(xlim=(0, WIDTH), ylim=(down, -8), xticks=[], yticks=[])
+    return _whole(f"All {found['parameters'] / 1e9:.1f} billion weights, trained on one RTX 4090", figure)
+
+
+def _gib(nbytes: float) -> str:
+    gib = nbytes / 2**30
+    return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"
+
+
+def plan() -> dict[str, Any]:
+    """The planner's answer for a mixture of 30 billion parameters on one card of 24 GiB, as plain data."""
+    from dataclasses import asdict
+
+    import speed_of_light  # beside this file
+
+    from elixir_moe.cli.tasks import model_of, task_of
+    from elixir_moe.inspect import planned_bytes
+    from elixir_moe.search import cost
+    from elixir_moe.search.solve import solve
+
+    machine = speed_of_light.Machine(name="", gpu="rtx-4090", ram="256 GiB")
+    batch, seq, backwards = 4, speed_of_light.SEQ, 8
+    with tempfile.TemporaryDirectory() as folder:
+        known = speed_of_light.asked("Qwen3-30B-A3B", "full", batch, machine, Path(folder))
+        known.accumulation = backwards
+        task = task_of(known, machine.hardware, model_of(known, None), batch, seq)
+    choice = solve(task)
+    task = choice.task
+    device, _ = task.held_bytes(choice.size)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "batch": batch,
+        "seq": seq,
+        "accumulation": backwards,
+        "parameters": task.profile.parameters,
+        "capacity": {"device": machine.hardware.gpu_bytes, "host": 256 * 2**30, "disk": speed_of_light.DISK_BYTES},
+        "planned": planned_bytes(choice.size, backwards),
+        "activations": cost.device_peak(task.profile, device, task.imbalance) - device,
+        "kept": task.kept_bytes,
+        "seconds": asdict(choice.seconds) | {"step": choice.seconds.step},
+        "moved": asdict(choice.moved),
+    }
+
+
 def _text(axes: Axes, x: float, y: float, words: str, *, color: str) -> None:
     axes.text(x, y, words, ha="center", va="center", fontsize=FONT - 1, color=light(color))
 
 
 def _whole(title: str, figure: Figure) -> str:
     """The picture with its title, its colors and a background, for a page that knows none of them."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 1, fontweight="bold", color=light("text"))
+    figure.suptitle(title, x=0.006, ha="left", fontsize=FONT + 1, fontweight="bold", color=light("text"))
     drawn = figures.svg(figure, title)
     height = drawn.split('viewBox="')[1].split('"')[0].split()[3]
     margin, width = 12, figures.WIDTH
@@ -195,6 +316,7 @@ def _whole(title: str, figure: Figure) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "mixture": mixture,
     "layers": layers,
     "step": step,
     "parameter": parameter,
@@ -202,6 +324,10 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", action="store_true", help="ask the planner for the mixture's numbers first")
     FOLDER.mkdir(exist_ok=True)
+    if parser.parse_args().plan:
+        MIXTURE.write_text(json.dumps(plan(), indent=1) + "\n")
     for picture, draw in PICTURES.items():
         (FOLDER / f"{picture}.svg").write_text(draw())

@@ -117,7 +117,7 @@ class Inspection:
             }
             for chunk in self.layout.chunks
         ]
-        return {"chunks": chunks, "planned_bytes": _planned_bytes(self.footprint, backwards)}
+        return {"chunks": chunks, "planned_bytes": planned_bytes(self.footprint, backwards)}
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page about the model: bytes by tier, layers by tier and chunk, what was moved. Not collective.
@@ -188,7 +188,7 @@ class Inspection:
         return [f"trainable {count:,} of {numel:,} ({count / numel:.2%})", *lines[:_MOST_NAMES], *more]
 
 
-def _planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, int]]:
+def planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, int]]:
     """{tier: {kind: bytes}} of a footprint; sums of gradients only if a step has several backwards."""
     sums = footprint.accumulator_bytes if backwards > 1 else {}
     by_tier: dict[str, dict[str, int]] = {
