@@ -129,7 +129,7 @@ def test_the_page_of_a_run_draws_what_the_files_hold(
     shared: tuple[Path, str], cards: dict[str, ElementTree.Element]
 ) -> None:
     page, records = shared[1], [record(step) for step in range(1, STEPS + 1)]
-    losses, loss = cards["Loss (nats per token)"], [(r["step"], r["loss"]) for r in records]
+    losses, loss = cards["Loss"], [(r["step"], r["loss"]) for r in records]
     assert_drawn(losses, "each step", loss)
     assert_drawn(losses, "validation", [(r["step"], r["val_loss"]) for r in records if r["val_loss"] is not None])
     smooth = history.smooth([value for _, value in loss])
@@ -194,13 +194,14 @@ def test_loads_of_experts_are_those_of_the_last_steps(cards: dict[str, ElementTr
 
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     """Each text of a layout is hostile, as in a run that somebody else gave."""
-    hostile = '"><script>alert(1)</script>'
+    hostile = '"><script>alert(1)</script>$a^$'
     run = write_run(tmp_path)
     chunks = [{**c, **dict.fromkeys(("tier", "chunk_group", "residence"), hostile)} for c in CHUNKS]
     chunks = [{**c, "parameters": [[hostile, 10]], "shard_bytes": 64} for c in chunks]
     (run / "layout.json").write_text(json.dumps({"chunks": chunks, "planned_bytes": {hostile: PLANNED["host"]}}))
     (run / "metrics.jsonl").write_text(json.dumps(record(1) | {"tokens_per_expert": {hostile: [1, 2]}}) + "\n")
     (run / "timeline.json").write_text(json.dumps({"step": 7, "spans": [s | {"lane": hostile} for s in SPANS]}))
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "kind": hostile, "text": hostile}) + "\n")
     (run / "about.json").write_text(json.dumps({hostile: hostile}))
     page = page_of(run)
     cards_of(page)
@@ -260,7 +261,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     cards = cards_of(page)
     for run in (one, two):
         expected = [(s, 5.0 - 0.04 * s) for s in range(10, STEPS + 1, 10)]
-        assert_drawn(cards["Loss (nats per token)"], f"{run}, validation", expected)
+        assert_drawn(cards["Loss"], f"{run}, validation", expected)
         assert bars(cards[f"{run}: {model.TITLE}"])
     assert rows(cards["In figures"])[0] == ["", str(one), str(two)]
 

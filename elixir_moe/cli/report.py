@@ -9,7 +9,7 @@ import json
 from rich.console import Console
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.report import history, page
+from elixir_moe.report import history, page, picture
 
 
 def run(known: argparse.Namespace) -> int:
@@ -22,7 +22,7 @@ def run(known: argparse.Namespace) -> int:
             for directory, one in zip(known.directory, accounts, strict=True):
                 one["activations"] = history.distributions(directory)
         if known.picture is not None:
-            history.draw(known.picture, known.directory[0], accounts[0])
+            picture.draw(known.picture, known.directory[0], accounts[0])
         if known.html is not None:
             page.write(known.html, [history.story(directory) for directory in known.directory])
     except OSError as error:

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from elixir_moe.chunks.plan import seconds_text
@@ -196,6 +197,12 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
+def literal(figure: Figure) -> None:
+    """Shows each text as it is: a name with "$" is no mathematics."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+
+
 def _rounded(attribute: re.Match[str]) -> str:
     """Places to a hundredth of a point."""
     return re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), attribute[0])
@@ -207,9 +214,9 @@ def svg(figure: Figure, said: str) -> str:
     The name that a `gid` gives behind a "=" becomes ``data-label``.
     """
     written = io.StringIO()
-    # hash salt: the ids of clips and markers are the same each time; no mathematics in names of users
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "elixir-moe", "text.parse_math": False}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "elixir-moe"}  # so that ids are the same each time
     with rc_context(settings):
+        literal(figure)
         figure.savefig(written, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
     text = written.getvalue()
     box = re.search(r'viewBox="([^"]+)"', text)

@@ -269,22 +269,6 @@ def show(console: Console, accounts: Sequence[Mapping[str, Any]]) -> None:
             console.print(table, crop=False)  # neither names nor figures are broken, however narrow the terminal is
 
 
-def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
-    """Draws the losses of a run, finished or not, as PNG.
-
-    Raises:
-        ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
-    """
-    from elixir_moe.report.picture import draw_losses, png_asked_for  # matplotlib takes a second to load
-
-    records = [record for _, record in records_of(directory / "metrics.jsonl")]
-    train, validation = losses_of(records)
-    if not train:
-        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again after the first step")
-    with png_asked_for(path):
-        draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
-
-
 def _distribution_table(one: Mapping[str, Any]) -> Table:
     head, rows = distribution_rows(one["activations"])
     table = Table(title=Text(one["run"]), title_justify="left")

@@ -13,7 +13,7 @@ from pathlib import Path
 from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.page import document, model
 from elixir_moe.page.document import SERIES, card
-from elixir_moe.report import figures, history
+from elixir_moe.report import figures, history, picture
 from elixir_moe.report.figures import Series, Span, number_text
 from elixir_moe.report.history import Story
 
@@ -60,24 +60,14 @@ def page(stories: Sequence[Story]) -> str:
 
 def losses(stories: Sequence[Story]) -> Card:
     """Training, validation and bigram losses against steps; of one run also the events."""
-    several, series = len(stories) > 1, []
+    several, lines = len(stories) > 1, list[Series]()
     for i, story in enumerate(stories):
-        train, validation = history.losses_of(story.records)
-        run = f"{story.account['run']}, " if several else ""
-        smooth = list(zip((s for s, _ in train), history.smooth([v for _, v in train]), strict=True))
-        color = SERIES[i % len(SERIES)] if several else SERIES[0]
-        series += [
-            *[Series(label=f"{run}each step", points=train, color=color, style="faint")] * (not several),
-            Series(label=f"{run}training, mean of {history.WINDOW} steps", points=smooth, color=color),
-            Series(label=f"{run}validation", points=validation, color=color if several else SERIES[1], style="dots"),
-        ]
-        bigram = story.account["bigram_loss"]
-        if bigram is not None and train and not several:
-            ends = [(train[0][0], bigram), (train[-1][0], bigram)]
-            series.append(Series(label="bigram model", points=ends, color=SERIES[-1], style="dashed"))
+        run, color = (story.account["run"], SERIES[i % len(SERIES)]) if several else ("", SERIES[0])
+        losses = history.losses_of(story.records)
+        lines += picture.loss_lines(*losses, story.account["bigram_loss"], run=run, color=color)
     told = [] if several else [e for e in stories[0].account["events"] if e["kind"] not in _QUIET]
-    marks = [(event["step"], event["kind"]) for event in told if history.is_number(event["step"])]
-    return _lines("Loss (nats per token)", series, marks=marks)
+    marks = [(event["step"], str(event["kind"])) for event in told if history.is_number(event["step"])]
+    return _lines("Loss", lines, marks=marks)
 
 
 def speeds(stories: Sequence[Story]) -> Card:

@@ -1,25 +1,44 @@
 """The picture of a run: losses against steps, with the bigram model's loss as a line.
 
-Owns `loss.png`, its appearance, and the check of a file that `--picture` names. Draws off screen and uses no global
-state of matplotlib.
+Owns `loss.png`, the lines in it, and the check of a file that `--picture` names. `figures` draws.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import Any
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.report.history import WINDOW, smooth
+from elixir_moe.page.document import SERIES
+from elixir_moe.report import figures, history
+from elixir_moe.report.figures import Point, Series
+
+
+def loss_lines(
+    train: Sequence[Point], validation: Sequence[Point], bigram: float | None, *, run: str = "", color: str = SERIES[0]
+) -> list[Series]:
+    """The lines of a run: (step, loss) of each step, of each evaluation, and the bigram model's if it is known.
+
+    Of several runs, each has a name, a color and two lines.
+    """
+    before, smooth = f"{run}, " if run else "", history.smooth([loss for _, loss in train])
+    mean = [(step, loss) for (step, _), loss in zip(train, smooth, strict=True)]
+    lines = [
+        Series(label="each step", points=[] if run else train, style="faint"),
+        Series(label=f"{before}training, mean of {history.WINDOW} steps", points=mean, color=color),
+        Series(label=f"{before}validation", points=validation, color=color if run else SERIES[1], style="dots"),
+    ]
+    if bigram is not None and train and not run:
+        ends = [(train[0][0], bigram), (train[-1][0], bigram)]
+        lines.append(Series(label="bigram model", points=ends, color=SERIES[-1], style="dashed"))
+    return [line for line in lines if line.points]
 
 
 def draw_losses(
     path: Path,
     title: str,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
+    train: Sequence[Point],
+    validation: Sequence[Point],
     bigram: float | None,
 ) -> None:
     """Draws the losses of a run as PNG.
@@ -27,30 +46,32 @@ def draw_losses(
     Args:
         path: the file to write.
         title: title of the picture.
-        train: (step, loss) of each step in nats per token; at least one.
+        train: (step, loss) of each step; at least one.
         validation: (step, loss) of each evaluation.
         bigram: loss of the bigram model on the validation bytes, if known.
     """
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, losses = [s for s, _ in train], [v for _, v in train]
-    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training, each step")
-    axes.plot(steps, smooth(losses), color="tab:blue", linewidth=1.8, label=f"training, mean of {WINDOW} steps")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", markersize=5, label="validation")
-        place, last = validation[-1], f"{validation[-1][1]:.3f}"
-        axes.annotate(last, place, xytext=(0, -14), textcoords="offset points", ha="center")
-    if bigram is not None:
-        axes.axhline(bigram, color="dimgray", linestyle="--", linewidth=1.3, label=f"bigram model, {bigram:.3f}")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-    axes.set_title(title.encode(errors="replace").decode(), parse_math=False)
-    axes.set_xlim(0, steps[-1] * 1.04)
-    axes.margins(y=0.08)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    lines = loss_lines(train, validation, bigram)
+    figure = figures.lines(lines)
+    labels = [f"{line.label} {figures.number_text(line.points[-1][1])}" for line in lines]
+    figure.axes[0].legend(labels, frameon=False, fontsize="small")
+    figure.axes[0].set_title(title.encode(errors="replace").decode(), fontsize="small", wrap=True)
+    figure.set_size_inches(7, 4)
+    figures.literal(figure)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
+    """Draws the losses of a run, finished or not, as PNG. `found`: as `history.account` gives it.
+
+    Raises:
+        ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
+    """
+    records = (record for _, record in history.records_of(directory / "metrics.jsonl"))
+    train, validation = history.losses_of(records)
+    if not train:
+        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again after the first step")
+    with png_asked_for(path):
+        draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
 
 
 @contextmanager
