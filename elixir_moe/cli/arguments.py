@@ -99,6 +99,23 @@ def parser_of(settings_help: str | None) -> Parser:
     bench_parser = verbs.add_parser(
         "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
     )
+    export_parser = verbs.add_parser(
+        "export",
+        help="write the adapters of a fine-tuning, or merge them into their base",
+        description="Writes the adapters of a fine-tuning, or its base with the adapters merged, reads them back and "
+        "compares logits with those of base and adapters.",
+        allow_abbrev=False,
+    )
+    export_parser.add_argument(
+        "directory", type=Path, metavar="FOLDER", help="an --output_dir of sft and its like, or one of its checkpoints"
+    )
+    export_parser.add_argument("--out", type=Path, help="a new folder; by default FOLDER/export/WHAT")
+    export_parser.add_argument(
+        "--what",
+        choices=("adapter", "merged"),
+        default="adapter",
+        help="adapter: as peft stores it, the default; merged: the base with the adapters in its weights",
+    )
     clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
     clean_parser.add_argument("directory", type=Path, help="this one and all below it")
     others = (
@@ -109,6 +126,7 @@ def parser_of(settings_help: str | None) -> Parser:
         verify_parser,
         report_parser,
         bench_parser,
+        export_parser,
         clean_parser,
     )
     for verb in (train_parser, *finetune_parsers, *others, *_add_ckpt(verbs)):

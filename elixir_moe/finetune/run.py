@@ -6,6 +6,7 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 
 import gc
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -37,7 +38,7 @@ from elixir_moe.inspect import inspect
 from elixir_moe.integrations.transformers import ElixirMixin
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.slabs import host_bytes_left
-from elixir_moe.models.adapters import fused_experts, peft_targets
+from elixir_moe.models.adapters import adapted_modules, fused_experts, peft_targets, refuse_routers
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.models.presets import reason_of
 from elixir_moe.models.without_logits import WithoutLogits
@@ -52,6 +53,7 @@ from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.spreading import spread_experts
 from elixir_moe.watch.control import Signals
 
+_LOG = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a model's repository has for a training: its config, weights and tokenizer."""
 _TRUST = "read that code, and give --trust_remote_code true with a local folder of the model to run it"
@@ -325,6 +327,9 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"peft refuses these adapters: {error}") from error
+    refuse_routers(adapted)
+    for line in adapted_modules(adapted):
+        _LOG.debug("adapters on %s", line)
     adapt_beside(adapted)
     return adapted
 

@@ -77,14 +77,19 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         found: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
-    for name, module in _with_factors(found):
+    refuse_routers(found)
+    return found
+
+
+def refuse_routers(model: nn.Module) -> None:
+    """Raises ConfigError if peft has taken a router for a linear layer: it would add its product to a tuple."""
+    for name, module in _with_factors(model):
         base = type(module.get_base_layer())
         if isinstance(module.get_base_layer(), nn.Linear) and base.__name__.endswith("Router"):
             raise ConfigError(
-                f"--lora: peft adapts {name!r} as a linear layer, but a {base.__name__} returns more than a product: "
-                f"name targets without routers, such as {_without_routers(found)}"
+                f"peft adapts {name!r} as a linear layer, but a {base.__name__} returns more than a product: name "
+                f"targets without routers, such as {_without_routers(model)}"
             )
-    return found
 
 
 def adapted_modules(model: nn.Module) -> Iterator[str]:
@@ -102,7 +107,7 @@ def adapted_modules(model: nn.Module) -> Iterator[str]:
     if routers:
         yield (
             f"routers are among them ({', '.join(sorted(routers))}), so that training changes which experts tokens "
-            f"reach; without them: lora.targets={_without_routers(model)}"
+            f"reach; targets without them: {_without_routers(model)}"
         )
 
 

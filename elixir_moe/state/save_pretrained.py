@@ -34,13 +34,14 @@ from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
+MAX_FILE_BYTES = 5 * 10**9
 _GENERATION = "generation_config.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """The name of one of several files with weights."""
 
 
 @torch.no_grad()
-def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5 * 10**9) -> None:
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
     For a peft model, and one of transformers with `add_adapter`, writes its adapters for ``PeftModel.from_pretrained``
@@ -76,11 +77,13 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     if _saves_adapters(model):
         _save_adapters(model, wrapped, folder)
         return
-    writers: list[_Writer] = []
+    writers: list[FolderWriter] = []
 
     def begin() -> None:
         if dist.get_rank() == 0:
-            writers.append(_Writer(model, wrapped, Path(folder)))
+            meta = _meta_state(model, wrapped)
+            like = {key: meta[key] for key in _keys_of_files(wrapped).values()}
+            writers.append(FolderWriter(model, like, Path(folder), wrapped.weights))
             writers[0].begin(max_file_bytes)
 
     writing = Deferred("wrote the model's files", error=CheckpointError)
@@ -258,11 +261,15 @@ def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Ten
             yield keys[names[0]], buffer.cpu()
 
 
-class _Writer:
-    """Writes files of known size, with tensors in any order; on one rank."""
+class FolderWriter:
+    """Writes a folder of files of known size, with tensors in any order; on one rank."""
 
-    def __init__(self, model: nn.Module, wrapped: Wrapped, folder: Path) -> None:
-        self._model, self._wrapped = model, wrapped
+    def __init__(
+        self, model: nn.Module, like: Mapping[str, Tensor], folder: Path, source: str | os.PathLike[str] | None
+    ) -> None:
+        """`like`: the tensors to come by their keys in the model's state dict, on meta. `source`: the folder that the
+        weights were read from, whose settings of generation are kept."""
+        self._model, self._like, self._source = model, like, source
         self._folder, self._partial = folder, folder / SUFFIX
         self._work: MarkedFolder | None = None
         self._files: dict[str, Any] = {}
@@ -270,11 +277,9 @@ class _Writer:
         self._group_of: dict[str, tuple[str, ...]] = {}
         self._waiting: dict[str, Tensor] = {}
 
-    def begin(self, max_file_bytes: int) -> None:
+    def begin(self, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Creates all files in full size, with their headers."""
-        model, wrapped = self._model, self._wrapped
-        tensors = _meta_state(model, wrapped)
-        tensors = {key: tensors[key] for key in _keys_of_files(wrapped).values()}
+        model, tensors = self._model, self._like
         self._dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
         out: dict[str, Tensor] = {}
         for names in _converted_together(model, tensors):
@@ -341,14 +346,9 @@ class _Writer:
             config.save_pretrained(self._partial)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(self._partial)
-        if self._wrapped.weights is not None and getattr(generation, "_from_model_config", False):
-            copy_generation_config(Path(self._wrapped.weights), self._partial)
-
-
-def copy_generation_config(source: Path, folder: Path) -> None:
-    """Puts the model's own file, with its ends of text and ways to sample, in the place of one made of its config."""
-    if (source / _GENERATION).is_file():
-        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
+        own = Path(self._source or "", _GENERATION)
+        if getattr(generation, "_from_model_config", False) and self._source is not None and own.is_file():
+            shutil.copyfile(own, self._partial / _GENERATION)
 
 
 def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -307,3 +307,51 @@ def test_the_command_that_plan_prints_trains_what_was_priced(
         owner = next(part for part in parts if hasattr(part, name) and not (part is given and name == "kind"))
         assert getattr(owner, name) == value, name
     assert len(ranks(world).run(by_command, "sft", words, tmp_path / "out")[0]) == 1
+
+
+def test_a_router_that_peft_takes_for_a_linear_layer_is_refused() -> None:
+    """peft would add its product to the tuple that such a router returns: a raw error in the first step."""
+    import transformers
+    from peft import LoraConfig
+
+    from elixir_moe.finetune.run import _adapted
+
+    small = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.PhimoeConfig(**small, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.router' as a linear layer.*such as q_proj,k_proj,v_proj"):
+        _adapted(model, LoraConfig(r=2, target_modules="all-linear"))
+
+
+ON_H100 = ["--gpu", "h100", "--gpus", "1", "--seq", "8", "--batch", "1"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--config", "FOLDER", *ON_H100],
+        ["plan", "--config", "FOLDER/config.json", *ON_H100],
+        ["sft", "--model_name_or_path", "FOLDER", "--dataset_name", "FOLDER/rows.jsonl", "--use_cpu"],
+    ],
+    ids=["plan", "plan a file", "sft"],
+)
+def test_code_of_a_folder_is_not_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where transformers would ask whether to run it, the answer may be a key that somebody has pressed too early."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}})
+    )
+    (folder / "model.safetensors").touch()
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("FOLDER", str(folder)) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert f"'auto_map' in {folder / 'config.json'} " in err and "trust_remote_code" in err
+    assert not (folder / "ran").exists()
