@@ -54,7 +54,7 @@ def draw_losses(
     figure = figures.lines(lines)
     labels = [f"{line.label} {figures.number_text(line.points[-1][1])}" for line in lines]
     figure.axes[0].legend(labels, frameon=False, fontsize="small")
-    figure.axes[0].set_title(title.encode(errors="replace").decode(), fontsize="small", wrap=True)
+    figure.axes[0].set_title(title.encode(errors="replace").decode(), fontsize="small")
     figure.set_size_inches(7, 4)
     figures.literal(figure)
     figure.savefig(path, format="png", dpi=150)
