@@ -44,6 +44,7 @@ from elixir_moe.torch_private import (
     FLASH_ON_CPU_BACKWARD,
     GROUPED_MM,
     DisableTorchFunctionSubclass,
+    FakeTensor,
     group_of_name,
     running_node,
 )
@@ -51,6 +52,8 @@ from elixir_moe.torch_private import (
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
 """Operators that read as much as they write, however large their source is."""
+_PRODUCTS_INTO = (aten.mm.out, aten.addmm.out)
+_DEVICE = torch.ops.prim.device.default
 
 
 class Kind(Enum):
@@ -193,8 +196,12 @@ class Recorder(Recording):
         if any(hasattr(kind, "_local_tensor") for kind in types):
             return NotImplemented  # the operator of a DTensor is dispatched again for its local tensors
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(
+            args[0], FakeTensor
+        ):  # autograd asks for it more often than all operators run
+            return args[0].fake_device
         with DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
-            out = _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
+            out = _computed(func, args, kwargs)
         made = [t for t in tensors_in(out) if self._take(t)]
         packet = func._overloadpacket
         if func.namespace in COLLECTIVES:
@@ -347,6 +354,13 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
     twice = 1 + ("reduce" in name and "scatter" not in name)
     largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
     return [Event(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operator returns; of a product that is written to a given tensor, nothing is inferred."""
+    if func in _PRODUCTS_INTO and not has_data(kwargs["out"]):
+        return kwargs["out"]
+    return _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
