@@ -3,6 +3,7 @@
 Owns the choice of weights and the messages. Nothing is changed before all of them have been checked.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -94,9 +95,12 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
     _refuse_wrapped(model, "quantize")
     form = scheme_called(scheme)
     chosen = list(_chosen(model, _listed(targets), _listed(skip)))
-    problems = [f"parameter {w.name!r} {problem}" for w in chosen if (problem := _problem(model, w, form))]
-    modules = {weight.module for weight in chosen}
-    for left in (w for w in _weights(model) if w.module in modules and all(w.name != c.name for c in chosen)):
+    users = defaultdict[nn.Parameter, list[str]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users[parameter].append(name)
+    problems = [f"parameter {w.name!r} {problem}" for w in chosen if (problem := _problem(w, form, users[w.parameter]))]
+    modules, names = {weight.module for weight in chosen}, {weight.name for weight in chosen}
+    for left in (w for w in _weights(model) if w.module in modules and w.name not in names):
         problems.append(f"parameter {left.name!r} would stay as it is: quantize all stacks of its module, or none")
     if problems:
         raise ConfigError("quantize: " + "\n  ".join(problems))
@@ -214,8 +218,8 @@ def _refuse_unknown_experts(model: nn.Module, skip: list[str]) -> None:
                 )
 
 
-def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
-    """Why a chosen weight cannot be quantized; None if it can."""
+def _problem(weight: _Weight, form: Scheme, users: Sequence[str]) -> str | None:
+    """Why a chosen weight cannot be quantized; None if it can. `users`: the names that its parameter has."""
     parameter = weight.parameter
     if parameter.requires_grad:
         return "is trained, and bytes have no gradient: freeze it with requires_grad_(False), or skip it"
@@ -225,7 +229,6 @@ def _problem(model: nn.Module, weight: _Weight, form: Scheme) -> str | None:
         return "has a pattern already: quantize the model before em.annotate and before it is cut"
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "has hooks, which expect the weight: remove them"
-    users = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
     if len(users) > 1:
         return f"is shared ({', '.join(map(repr, users))}): skip it"
     if "forward" in vars(weight.module):
