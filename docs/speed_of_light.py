@@ -382,8 +382,21 @@ def rows_of(model: str) -> Callable[[dict[str, Any]], list[str]]:
     """A table of all predictions of a model."""
 
     def lines(everything: dict[str, Any]) -> list[str]:
-        heads = "machine", "way", "tokens", "bound", "binds", "predicted", "of it", "step s", "VRAM", "RAM", "disk"
-        found = [f"|{'|'.join(heads)}|", "|---|---|--:|--:|---|" + "--:|" * 6]
+        heads = (
+            "machine",
+            "way",
+            "tokens",
+            "bound",
+            "binds",
+            "predicted",
+            "of it",
+            "longest",
+            "step s",
+            "VRAM",
+            "RAM",
+            "disk",
+        )
+        found = [f"|{'|'.join(heads)}|", "|---|---|--:|--:|---|--:|--:|---|" + "--:|" * 4]
         for _, way, name, entry in entries(everything, model):
             part = entry["tokens_per_second"] / entry["bound_tokens_per_second"]
             cells = (
@@ -392,7 +405,9 @@ def rows_of(model: str) -> Callable[[dict[str, Any]], list[str]]:
                 f"{entry['tokens_per_step']:,}",
                 f"{entry['bound_tokens_per_second']:,.0f}",
             )
-            cells += entry["binds"], f"{entry['tokens_per_second']:,.0f}", f"{part:.0%}", f"{entry['seconds']:.3g}"
+            cells += entry["binds"], f"{entry['tokens_per_second']:,.0f}", f"{part:.0%}"
+            longest = max((part for part in _CAUSES if part in entry["parts"]), key=entry["parts"].__getitem__)
+            cells += _CAUSES[longest], f"{entry['seconds']:.3g}"
             cells += tuple(f"{entry[key]:,.0f}" for key in ("vram_gib_per_gpu", "ram_gib", "disk_gib"))
             found.append(f"|{'|'.join(cells)}|")
         return found
@@ -433,6 +448,16 @@ def published(everything: dict[str, Any]) -> list[str]:
     return lines
 
 
+_CAUSES = {
+    "compute": "compute",
+    "fetch": "link",
+    "offload": "link",
+    "exposed": "GPUs",
+    "device_update": "Adam",
+    "host_update": "Adam",
+    "disk_update": "disk",
+}
+"""{part of a predicted step: its cause in a word}."""
 _THEIRS = ("tokens_per_second", 0), ("vram_gib", 1)
 _RATES = "tokens_per_second", "bound_tokens_per_second"
 FIRST_MODELS = "Llama-3.1-8B", "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3-32B", "Llama-3.3-70B", "gpt-oss-120b"
