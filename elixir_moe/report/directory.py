@@ -14,15 +14,13 @@ only rank 0 claims a directory.
               checkpoints/          step-00000100, ...: see `elixir_moe.state.checkpoint`
               apart/                checkpoints of an abandoned course, and the state of a run that diverged
               control.yaml          written by the user: new settings during the run
-              tensorboard/          events for TensorBoard, with `run.tensorboard`
               loss.png              losses against steps
               sample.txt            text that the trained model wrote
               weights.safetensors   full weights, named as in the model without this library; for our own GPT
               summary.json          the output of `--json`
               .lock                 the mark of a run's directory; locked by the process that trains here
 
-Files are removed only where ``.lock`` has the mark, events of TensorBoard only if their names end in `EVENTS`, and
-folders only if they are checkpoints of this library.
+Files are removed only where ``.lock`` has the mark, and folders only if they are checkpoints of this library.
 """
 
 import os
@@ -48,7 +46,7 @@ FILES: tuple[str, ...] = (
     ),
     *OF_THE_END,
 )
-APART, CONTROL, TENSORBOARD = "apart", "control.yaml", "tensorboard"
+APART, CONTROL = "apart", "control.yaml"
 LOCK = ".lock"
 """What is locked and marked: over NFS other hosts see locks of files, and none of directories."""
 

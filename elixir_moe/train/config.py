@@ -19,7 +19,6 @@ from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.names import DTYPES, Master, Moments, short_dtype
 from elixir_moe.records import ABOVE_0, Check, Respelled, at_least, check
-from elixir_moe.train.writers import check_tensorboard
 from elixir_moe.watch.supervisor import WatchConfig
 
 if TYPE_CHECKING:
@@ -257,9 +256,6 @@ class RunConfig:
     """Record how the outputs of layers and their parts are distributed, at each evaluation, on rank 0;
     `elixir-moe report --activations` prints it."""
 
-    tensorboard: bool = False
-    """Write the numbers of each step to OUT/tensorboard, for TensorBoard; needs the package tensorboard."""
-
     def __post_init__(self) -> None:
         check(self, "run")
         at_home(self, "out", "resume")
@@ -321,15 +317,13 @@ class TrainConfig:
         return self.run.global_batch // self.run.accumulation
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises LayoutError or ConfigError if these settings do not fit that many ranks, or a package is missing."""
+        """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
         tp = self.run.tp
         _check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
         self.model.check_tp(tp)
         by_tp = f" / run.tp={tp}" * (tp > 1)
         for layer, ep in enumerate(self.model.ep):
             _check_degree(f"model.ep[{layer}]", ep, ranks // tp, f"the {ranks} ranks of this run{by_tp}")
-        if self.run.tensorboard:
-            check_tensorboard()
         unit = ranks // tp * self.run.accumulation
         if self.run.global_batch % unit:
             raise ConfigError(

@@ -10,13 +10,12 @@ from typing import Any
 
 from elixir_moe import settings
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, TENSORBOARD, Claim, is_run
+from elixir_moe.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, Claim, is_run
 from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, is_checkpoint, latest, read_manifest, remove
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.marked import collect, is_marked
 from elixir_moe.train.config import TrainConfig, identity
 from elixir_moe.train.data import Text
-from elixir_moe.train.writers import EVENTS
 
 _WORDS = ("auto", "fall_back", "never")
 """Values of ``run.resume`` that name no checkpoint."""
@@ -192,8 +191,6 @@ def _empty(directory: Path, source: Path | None, *, checkpoints: bool) -> None:
     """Removes the files of a run; with `checkpoints` also those, but for `source`."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    for events in (directory / TENSORBOARD).glob(f"events.out.tfevents.*{EVENTS}"):
-        events.unlink()
     for room in (directory / CHECKPOINTS, directory / APART):
         if room.is_dir() and not room.is_symlink():
             collect(room)

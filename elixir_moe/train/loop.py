@@ -32,7 +32,7 @@ from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.inspect import inspect
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.report.directory import CONTROL, TENSORBOARD, Claim
+from elixir_moe.report.directory import CONTROL, Claim
 from elixir_moe.report.records import StepRecord, Summary, process_bytes
 from elixir_moe.report.timeline import recorded
 from elixir_moe.state.full import full_state_dict
@@ -47,7 +47,6 @@ from elixir_moe.train.memory import Scarcity
 from elixir_moe.train.report import Console, Report
 from elixir_moe.train.training import Training
 from elixir_moe.train.waiting import Waits
-from elixir_moe.train.writers import TensorBoard
 from elixir_moe.watch.control import INTERRUPTED, Control, ControlFile, Signals, changes, exit_code_of, named
 from elixir_moe.watch.supervisor import DIVERGED, Action, Observation, Supervisor, Verdict
 
@@ -155,7 +154,6 @@ def _train(
         if claim is not None:
             run, loss = config.run, data.baseline(training.validation)
             done = extra_of(claim.source)["progress"]["step"] if claim.source is not None else 0
-            writers = [TensorBoard(claim.path / TENSORBOARD, done)] if run.tensorboard else []
             report = stack.enter_context(
                 Report(
                     console,
@@ -164,7 +162,6 @@ def _train(
                     log_every=run.log_every,
                     bigram_loss=loss,
                     done=done,
-                    writers=writers,
                     details=details,
                 )
             )
@@ -381,7 +378,7 @@ class Loop:
             )
         if self.report is not None:
             found = inspect(training.model).prediction
-            self.report.step(self._last, None if found is None else found.as_dict())
+            self.report.step(self._last)
             if found is not None and found.measured_seconds is not None and not self._timed:
                 self._timed = True
                 learned = "; the next start plans with what was measured" * found.is_off

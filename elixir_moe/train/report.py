@@ -18,10 +18,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe.chunks.plan import seconds_text, size_text
-from elixir_moe.report.directory import TENSORBOARD
 from elixir_moe.report.history import losses_of
 from elixir_moe.report.records import RunFiles, StepRecord, Summary, planned_text
-from elixir_moe.train.writers import Writer, values_of
 
 _COLUMNS = {
     "chunk_group": "chunk group",
@@ -45,13 +43,11 @@ class Report:
         log_every: int,
         bigram_loss: float | None,
         done: int = 0,
-        writers: Sequence[Writer] = (),
         details: bool = False,
     ) -> None:
-        """`done`: steps already done by a resumed run; records of later steps are dropped. `writers` get the numbers of
-        each step, too. `details`: the plan is shown in full."""
+        """`done`: steps already done by a resumed run; records of later steps are dropped. `details`: the plan is shown
+        in full."""
         self._details = details
-        self._writers = writers
         self._console, self._directory = console, directory
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
@@ -77,9 +73,6 @@ class Report:
     ) -> None:
         self._progress.stop()
         self._files.close()
-        with self._files.goes_on_without(TENSORBOARD):
-            for writer in self._writers:
-                writer.close()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -116,12 +109,9 @@ class Report:
             table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
         self._console.print(table)
 
-    def step(self, record: StepRecord, prediction: Mapping[str, Any] | None = None) -> None:
-        """Records a step, and shows it if due. `prediction`: of its cost, for the writers."""
-        plain = self._files.step(record)
-        with self._files.goes_on_without(TENSORBOARD):
-            for writer in self._writers:
-                writer.write(record.step, values_of(plain, prediction))
+    def step(self, record: StepRecord) -> None:
+        """Records a step, and shows it if due."""
+        self._files.step(record)
         self._train_losses.append((record.step, record.loss))
         if record.val_loss is not None:
             self._val_losses.append((record.step, record.val_loss))

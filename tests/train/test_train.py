@@ -37,7 +37,6 @@ from elixir_moe.train.directory import claim_directory
 from elixir_moe.train.launch import program
 from elixir_moe.train.loop import _check_alike
 from elixir_moe.train.training import lr_factor
-from elixir_moe.train.writers import EVENTS
 from tests.state.test_checkpoint_files import write_small
 from tests.support.ranks import RankError, RankPool
 
@@ -231,11 +230,10 @@ def test_a_directory_is_claimed_once_and_only_our_own_files_are_removed(tmp_path
 
 @pytest.mark.fault(35)
 def test_a_run_that_is_replaced_leaves_what_is_not_its_own(tmp_path: Path) -> None:
-    """Events of TensorBoard and folders that others made; and everything, in a directory without a mark."""
+    """Folders that others made; and everything, in a directory without a mark."""
     out, text = tmp_path / "out", load_text((), 0.1, 128)
     claim_directory(config_of(out), text).release()
-    own = [out / "tensorboard" / f"events.out.tfevents.1.host.1.0{EVENTS}", out / "loss.png"]
-    foreign = [out / "tensorboard" / "events.out.tfevents.1.host.1.0", out / ".site.partial" / "manifest.json"]
+    own, foreign = [out / "loss.png"], [out / ".site.partial" / "manifest.json"]
     foreign += [out / "checkpoints" / name / "manifest.json" for name in ("site", ".app.partial", "step-00000003")]
     for path in (*own, *foreign):
         path.parent.mkdir(parents=True, exist_ok=True)
