@@ -8,12 +8,11 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
-from elixir_moe.cli.tasks import DTYPES, quantized_as, reserve_of, task_of
+from elixir_moe.cli.tasks import DTYPES, named, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
 from elixir_moe.models.lora import Lora
 from elixir_moe.models.presets import Planned
@@ -103,7 +102,7 @@ def answered(asked: Asked) -> Answer:
 
 def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) -> Iterator[str]:
     choice, task, hardware = asked.choice, asked.task, asked.task.hardware
-    assumed = "" if "cpu_bytes" not in hardware.of_origin("assumed") else " (assumed, say --host-memory)"
+    assumed = "" if "cpu_bytes" not in hardware.of_origin("assumed") else " (assumed, say --ram)"
     machine = f"{task.gpus} x {hardware.name}, {_gib(hardware.cpu_bytes)} of host memory{assumed}"
     if choice is None:
         yield from _wrapped(f"{asked.given.name} does not fit on {machine}: {asked.reason}.")
@@ -170,10 +169,9 @@ def _sft(asked: Asked, choice: Choice) -> list[str] | None:
     """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
     known, task = asked.known, asked.task
     unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or asked.tiles is not None
-    if known.model is not None or unlike or task.gpus > task.hardware.gpus_per_node:
+    if named(known).config is None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
-    path = Path(known.config)
-    said: dict[str, Any] = {"model_name_or_path": path if path.is_dir() else path.parent, "dataset_name": "DATA"}
+    said: dict[str, Any] = {"model_name_or_path": named(known).name, "dataset_name": "DATA"}
     if known.lora is not None:
         lora = Lora.parse(known.lora)
         said |= {"use_peft": True, "lora_r": lora.r, "lora_alpha": lora.alpha}
@@ -252,7 +250,7 @@ def _memory(asked: Asked) -> Iterator[str]:
     reserve = reserve_of(asked.known, task.hardware)
     kept = (
         f"{size_text(reserve)} of a host's {size_text(task.hardware.cpu_bytes)} are left for the system and the "
-        "processes (--host-reserve)"
+        "processes (--ram-reserve)"
     )
     if choice is None:
         yield f"It does not fit: {asked.reason}. {kept}."

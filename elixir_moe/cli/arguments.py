@@ -11,6 +11,7 @@ from typing import Any, NoReturn, get_args
 
 from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.models import known as known_models
 from elixir_moe.models.shapes import names as models
 from elixir_moe.names import DTYPES, PEERS, PLANS, TRAINERS, Master, Moments, SchemeName, short_dtype
 from elixir_moe.search import estimate, gpus, zero_infinity
@@ -140,12 +141,20 @@ def parser_of(settings_help: str | None) -> Parser:
     return parser
 
 
+def first_sign(known: argparse.Namespace) -> str:
+    """What `plan` says before it loads anything."""
+    asked = "looks for" if known.largest else "finds out whether"
+    what = f"the largest {known.largest} of {known.model}" if known.largest else f"{known.model} fits"
+    return f"elixir-moe plan {asked} {what} on {known.gpus} x {known.gpu or known.hardware}; loads PyTorch first ..."
+
+
 def add_plan(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
-    model = verb.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(models())}")
-    model.add_argument(
-        "--hf", "--config", dest="config", metavar="FILE", help="a Hugging Face config.json, or its directory"
+    verb.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name on the Hugging Face hub, a config.json or its folder; without a network, one of "
+        f"{', '.join(known_models.names())}, or of the papers' {', '.join(models())}",
     )
     machine = verb.add_mutually_exclusive_group(required=True)
     machine.add_argument("--hardware", metavar="NAME|FILE", help="a machine that ships, a JSON file, or here")
@@ -159,9 +168,11 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         help="print a hardware file to edit, with unit and meaning of each key, and do nothing else",
     )
     verb.add_argument("--gpus", type=int, metavar="N", default=1, help="number of GPUs; by default 1")
-    verb.add_argument("--host-memory", metavar="SIZE", help="of one host: 128 GiB; by default what --gpu is sold in")
     verb.add_argument(
-        "--host-reserve", metavar="SIZE", help="host memory not to plan for; by default 6 GiB, and 3 a GPU"
+        "--ram", metavar="SIZE", help="host memory of one host: 128 GiB; by default what --gpu is sold in"
+    )
+    verb.add_argument(
+        "--ram-reserve", metavar="SIZE", help="host memory not to plan for; by default 6 GiB, and 3 a GPU"
     )
     verb.add_argument("--disk-size", metavar="SIZE", help="disk of one host for shards: 2 TB; by default none")
     verb.add_argument("--disk-speed", metavar="RATE", help="of reads and writes: 6 GB/s; by default 3 GB/s")

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 
 from elixir_moe.cli.arguments import LARGEST
-from elixir_moe.cli.tasks import model_of, pretended_ranks, ranks_of, task_of
+from elixir_moe.cli.tasks import model_of, named, pretended_ranks, ranks_of, task_of
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import shapes
 from elixir_moe.search.hardware import Hardware
@@ -23,8 +23,9 @@ _ARGUMENT = {"model": "layers", "batch": "batch", "seq": "seq"}
 def run_largest(known: argparse.Namespace, hardware: Hardware) -> int:
     """Prints the largest that fits under each strategy; returns 0, or 2 if nothing fits. Raises ConfigError."""
     unit, most = LARGEST[known.largest]
-    if known.largest == "model" and known.model is not None and shapes.is_mixture(known.model):
-        raise ConfigError(f"--largest model: {known.model} has layers of several kinds: name a dense model")
+    asked = named(known)
+    if known.largest == "model" and shapes.is_mixture(asked.name):
+        raise ConfigError(f"--largest model: {asked.name} has layers of several kinds: name a dense model")
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh:
 
@@ -37,7 +38,7 @@ def run_largest(known: argparse.Namespace, hardware: Hardware) -> int:
         sizes = Sizes(task_at)
         found = list(largest_each(sizes, _START[known.largest], most, disk=bool(hardware.disk_bytes)))
     report = {
-        "model": known.model or str(known.config),
+        "model": asked.name,
         "gpus": known.gpus,
         "batch_per_gpu": known.batch,
         "seq": known.seq,

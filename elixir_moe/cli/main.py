@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from elixir_moe.cli.arguments import parser_of
+from elixir_moe.cli.arguments import first_sign, parser_of
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here, tell
 from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, meant
+from elixir_moe.models.known import find
 from elixir_moe.names import TRAINERS
 from elixir_moe.train import launch
 
@@ -83,6 +84,10 @@ def _run(arguments: Sequence[str]) -> int:
 def _run_verb(known: argparse.Namespace) -> int:
     if known.verb == "check" and not known.quiet:  # before torch, which takes seconds to load
         print("elixir-moe check: some minutes at most; loads PyTorch first ...", file=sys.stderr, flush=True)
+    if known.verb == "plan":  # before torch, which takes seconds to load
+        if not known.quiet:
+            print(first_sign(known), file=sys.stderr, flush=True)
+        known.model = find(known.model)
 
     from elixir_moe.parallel.mesh import prepare_process
 

@@ -143,7 +143,7 @@ def _layers_told(model: nn.Module, tell: Tell, what: str) -> Iterator[None]:
 
 def _machine(known: argparse.Namespace) -> Hardware:
     """The machine that the arguments describe."""
-    host, disk = machine_bytes("--host-memory", known.host_memory), machine_bytes("--disk-size", known.disk_size)
+    host, disk = machine_bytes("--ram", known.ram), machine_bytes("--disk-size", known.disk_size)
     if known.gpu is not None:
         hardware = gpus.machine(known.gpu, known.gpus)
     elif known.hardware == "here":

@@ -6,6 +6,7 @@ Owns the construction of the model without data, on ranks that do not exist, and
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elixir_moe.cli.arguments import OPTIMIZERS, UNQUANTIZED
 from elixir_moe.errors import ConfigError
 from elixir_moe.models import presets, shapes
 from elixir_moe.models.adapters import freeze
+from elixir_moe.models.known import Known, find
 from elixir_moe.models.lora import Lora
 from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
@@ -34,9 +36,16 @@ from elixir_moe.state.shipped import config_in, patterns_of, scheme_of
 from elixir_moe.torch_private import fake_store
 
 
+def named(known: argparse.Namespace) -> Known:
+    """The model that the arguments name; it is looked up once."""
+    if not isinstance(known.model, Known):
+        known.model = find(known.model)
+    return known.model
+
+
 def ranks_of(known: argparse.Namespace) -> int:
     """Ranks over which the model's experts are spread; 1 without experts."""
-    return known.gpus if known.model is not None and shapes.is_mixture(known.model) else 1
+    return known.gpus if shapes.is_mixture(named(known).name) else 1
 
 
 @contextmanager
@@ -71,7 +80,7 @@ def machine_bytes(name: str, text: str | None) -> int | None:
 
 def reserve_of(known: argparse.Namespace, hardware: Hardware) -> int:
     """Bytes of a node's host memory that are not planned for; by default none where free memory is measured."""
-    given = machine_bytes("--host-reserve", known.host_reserve)
+    given = machine_bytes("--ram-reserve", known.ram_reserve)
     if given is None and known.hardware == "here":
         return 0
     ranks = min(known.gpus, hardware.gpus_per_node)
@@ -79,7 +88,7 @@ def reserve_of(known: argparse.Namespace, hardware: Hardware) -> int:
     reserve = usual if given is None else given
     if reserve >= hardware.cpu_bytes:
         there = f"{size_text(hardware.cpu_bytes)} of host memory"
-        raise ConfigError(f"--host-reserve: {size_text(reserve)} leave nothing of {there}; give a smaller one")
+        raise ConfigError(f"--ram-reserve: {size_text(reserve)} leave nothing of {there}; give a smaller one")
     return reserve
 
 
@@ -102,16 +111,18 @@ def model_of(
     """
     sizes: dict[str, Any] = {"batch": batch or known.batch, "seq": seq or known.seq, "layers": layers}
     sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers", "loss": known.loss}
-    if known.model is None:
+    asked = named(known)
+    if asked.config is not None:
         lora = None if known.lora is None else Lora.parse(known.lora)
-        given = presets.huggingface_model(known.config, **sizes, lora=lora, quantize=partial(_quantize, known))
+        given = presets.huggingface_model(asked.config, **sizes, lora=lora, quantize=partial(_quantize, known))
+        given = replace(given, name=asked.name)
         check_adapted_bytes(given.model)
     elif known.quantize not in (None, UNQUANTIZED):
-        raise ConfigError("--quantize packs frozen weights, and --model trains all: give --hf and --lora instead")
+        raise ConfigError(f"--quantize packs frozen weights under --lora, and {asked.name} trains all of its own")
     elif known.lora is not None:
-        raise ConfigError(f"--lora: peft adapts Hugging Face models: give --hf instead of --model {known.model}")
+        raise ConfigError(f"--lora: peft adapts Hugging Face models, and {asked.name} is not one")
     else:
-        given = presets.named_model(known.model, **sizes, mesh=mesh)
+        given = presets.named_model(asked.name, **sizes, mesh=mesh)
     freeze(given.model, known.freeze.split(",") if known.freeze else [])
     return given
 
@@ -134,7 +145,7 @@ def _quantize(known: argparse.Namespace, model: nn.Module) -> None:
     if scheme is None:
         return
     if known.lora is None:
-        said = f"--quantize {scheme}" if known.quantize else f"{known.config} has weights in {scheme}"
+        said = f"--quantize {scheme}" if known.quantize else f"{named(known).name} has weights in {scheme}"
         raise ConfigError(
             f"{said}: quantized weights are frozen, so nothing is left to train: add --lora, or --quantize "
             f"{UNQUANTIZED} for weights in full"
@@ -145,11 +156,9 @@ def _quantize(known: argparse.Namespace, model: nn.Module) -> None:
 
 
 def _config_file(known: argparse.Namespace) -> Path | None:
-    """The config that is given; None for a named model."""
-    if known.config is None:
-        return None
-    path = Path(known.config)
-    return path / "config.json" if path.is_dir() else path
+    """The config that is given; None for a paper's model."""
+    config = named(known).config
+    return None if config is None else Path(config)
 
 
 def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch: int, seq: int) -> Task:

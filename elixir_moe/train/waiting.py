@@ -1,11 +1,12 @@
 """What people see while they wait: what is being done, once it has taken two seconds.
 
-Owns the line on stderr: with a spinner and the time on a terminal, plain elsewhere. Steps of a training have a bar of
-their own (`report`). Writes nothing on stdout.
+Owns the line on stderr: with a spinner and the time on a terminal, after the seconds so far elsewhere. Steps of a
+training have a bar of their own (`report`). Writes nothing on stdout.
 """
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -48,6 +49,7 @@ class _Line:
         self._lock = threading.Lock()
         self._shown = self._ended = False
         self._progress: Any = None
+        self._began = time.monotonic()
 
     def show(self) -> None:
         with self._lock:
@@ -78,7 +80,7 @@ class _Line:
                 self._print()
 
     def _print(self) -> None:
-        print(f"{_stage(self._what)} ...", file=self._stream, flush=True)
+        print(f"{time.monotonic() - self._began:4.0f} s  {_stage(self._what)} ...", file=self._stream, flush=True)
 
     def end(self) -> None:
         with self._lock:

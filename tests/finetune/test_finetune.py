@@ -278,7 +278,7 @@ def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None
             {"gradient_accumulation_steps": 2, "scheme": "int8", "lora_r": 2, "lora_alpha": 16},
         ),
         (
-            ["--budget", "1 MiB", "--host-memory", "1 MiB", "--host-reserve", "0", "--disk-size", "1 TB"],
+            ["--budget", "1 MiB", "--ram", "1 MiB", "--ram-reserve", "0", "--disk-size", "1 TB"],
             {"budget": "1 MiB"},
         ),
         (["--moments", "int8", "--master", "bf16"], {"moments": "int8", "master": "bf16"}),
@@ -291,7 +291,7 @@ def test_the_command_that_plan_prints_trains_what_was_priced(
     from elixir_moe.finetune.arguments import parse
 
     (_, model, _, data) = folder_of(tmp_path, "sft")
-    assert main(["plan", "--hf", model, "--gpu", "rtx-4090", "--seq", "32", *asked, "--json"]) == 0
+    assert main(["plan", model, "--gpu", "rtx-4090", "--seq", "32", *asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     _, _, *words = shlex.split(next(line for line in found["answer"] if line.startswith("By command: "))[12:])
     world = 2 if "--nproc" in words else 1

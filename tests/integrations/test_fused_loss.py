@@ -165,7 +165,7 @@ def test_the_planner_prices_a_loss_without_logits(tmp_path: Path, capsys: pytest
     vocabulary, tokens = 50_000, 2048
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocabulary}
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": tokens}))
-    asked = ("--hf", str(tmp_path), "--gpu", "rtx-4090", "--host-memory", "64 GiB", "--seq", str(tokens))
+    asked = (str(tmp_path), "--gpu", "rtx-4090", "--ram", "64 GiB", "--seq", str(tokens))
     whole, fused = (
         said(capsys, *asked, "--loss", loss)["predicted"]["device_peak_bytes"] for loss in ("whole", "fused")
     )

@@ -43,13 +43,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 
 def test_strategies_are_compared_where_all_is_used_in_place(capsys: pytest.CaptureFixture[str]) -> None:
     """One GPU that holds everything needs no block; without it offloading needs some."""
-    found = said(capsys, *PLAN, "--model", "gpt2-4b", "--gpus", "1", "--batch", "1", "--compare")
+    found = said(capsys, *PLAN, "gpt2-4b", "--gpus", "1", "--batch", "1", "--compare")
     seconds = {row["strategy"]: row["step_seconds"] for row in found["compare"]}
     assert seconds["zero-3"] == seconds["zero-2"] < seconds["zero-2-offload"] < seconds["zero-3-offload"]
 
 
 def test_a_plan_and_what_others_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    found = said(capsys, *PLAN, "--model", "gpt2-10b", "--gpus", "2", "--batch", "4", "--compare")
+    found = said(capsys, *PLAN, "gpt2-10b", "--gpus", "2", "--batch", "4", "--compare")
     assert found["feasible"] and found["chunks"] == found["device_chunks"] + found["host_chunks"]
     assert found["predicted"]["device_peak_bytes"] < 80e9
     rows = {row["strategy"]: row for row in found["compare"]}
@@ -58,14 +58,14 @@ def test_a_plan_and_what_others_would_take(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_budget_moves_chunks_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*PLAN, "--model", "gpt2-4b", "--gpus", "2", "--batch", "2"]
+    arguments = [*PLAN, "gpt2-4b", "--gpus", "2", "--batch", "2"]
     roomy, tight = said(capsys, *arguments), said(capsys, *arguments, "--budget", "24GiB")
     assert roomy["host_chunks"] == 0 < tight["host_chunks"]
     assert tight["predicted"]["step_seconds"] > roomy["predicted"]["step_seconds"]
 
 
 def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*PLAN, "--model", "gpt2-4b", "--gpus", "2", "--batch", "2"]  # whose embedding is tied
+    arguments = [*PLAN, "gpt2-4b", "--gpus", "2", "--batch", "2"]  # whose embedding is tied
     rows = said(capsys, *arguments)["groups"]
     assert len({row["chunk_group"] for row in rows}) == 1 and {row["resident"] for row in rows} == {False, True}
     assert main([*arguments, "--details"]) == 0
@@ -75,7 +75,7 @@ def test_rows_of_one_group_tell_resident_chunks_from_those_that_come_and_go(caps
 
 @pytest.mark.slow
 def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*PLAN, "--model", "opt-175b", "--gpus", "4", "--batch", "1"]
+    arguments = [*PLAN, "opt-175b", "--gpus", "4", "--batch", "1"]
     found = said(capsys, *arguments, code=2)
     assert not found["feasible"]
     said_so = re.search(
@@ -93,14 +93,14 @@ def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixtu
 def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
-    found = said(capsys, *PLAN, "--config", str(path), "--gpus", "2", "--batch", "1")
+    found = said(capsys, *PLAN, str(path), "--gpus", "2", "--batch", "1")
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
     assert found["parameters"] == 6 * layer + 2 * 128 * 64 + 64 and found["host_chunks"] == 0
 
 
 def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    arguments = [*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1", "--compare"]
+    arguments = [*PLAN, str(tmp_path), "--gpus", "2", "--batch", "1", "--compare"]
     assert main([*arguments, "--budget", "0.1GiB", "--details"]) == 0
     fitting = capsys.readouterr().out
     assert "on 2 x" in fitting and not re.search(r"\b0\.00 ([KMG]iB|B|buffers|there)", fitting)
@@ -117,17 +117,19 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "opt-17b"], "did you mean 'opt-175b'"),
-        (["--model", "opt-13b", "--gpus", "9"], "lacks by_gpus.9"),
-        (["--model", "gpt2-4b", "--seq", "4096"], "gpt2-4b has 1024 positions"),
-        (["--model", "gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
-        (["--model", "gpt2-4b", "--budget", "nan"], "--budget='nan': expected bytes, or a text such as"),
-        (["--model", "gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
-        (["--model", "pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
-        (["--model", "gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
-        (["--model", ""], "no model is called ''"),
-        (["--config", "/no/such"], "no such file"),
-        ([], "one of the arguments --model --hf/--config is required"),
+        (["opt-17b"], "did you mean 'opt-175b'"),
+        (["opt-13b", "--gpus", "9"], "lacks by_gpus.9"),
+        (["gpt2-4b", "--seq", "4096"], "gpt2-4b has 1024 positions"),
+        (["gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
+        (["gpt2-4b", "--budget", "nan"], "--budget='nan': expected bytes, or a text such as"),
+        (["gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
+        (["pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
+        (["gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
+        ([""], "no model is called ''"),
+        (["/no/such"], "no such file"),
+        (["qwen3-30b-a3"], "did you mean 'Qwen/Qwen3-30B-A3B'?"),
+        (["gpt-oss"], "did you mean 'openai/gpt-oss-20b'?"),
+        ([], "the following arguments are required: MODEL"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +188,7 @@ def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
     data["by_gpus"]["8"] = {"b_g2g": 1600, "b_c2g": 150, "b_g2c": 120, "v_g": 400, "v_c": 10}
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(data))
-    arguments = ["--model", "moe-1t", "--gpus", "512", "--batch", "1", "--seq", "2048", "--json", "--hardware"]
+    arguments = ["moe-1t", "--gpus", "512", "--batch", "1", "--seq", "2048", "--json", "--hardware"]
     done = subprocess.run(
         [sys.executable, "-m", "elixir_moe", "plan", *arguments, str(path)],
         capture_output=True,
@@ -221,12 +223,11 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Commands that pretend to be a cluster or start ranks, in a process that is no rank: its folder and its lines."""
     folder = tmp_path_factory.mktemp("apart")
     (folder / "config.json").write_text(json.dumps(SMALL))
-    mixture = [*PLAN, "--model", "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
+    mixture = [*PLAN, "pr-moe-16b", "--gpus", "4", "--batch", "1", "--imbalance", "1.2", "--json"]
     here = [
         "plan",
         "--hardware",
         "here",
-        "--config",
         str(folder / "config.json"),
         "--gpus",
         "2",
@@ -287,7 +288,7 @@ def test_a_hardware_file_that_is_wrong_says_where(
     path.write_text(json.dumps({**json.loads(shipped), **changes}))
     if damage == "bytes":
         path.write_bytes(b"\xff\xfe\x00")
-    arguments = ["--hardware", str(path), "--seq", "8", "--gpus", "4", "--batch", "1", "--model", "opt-2.7b"]
+    arguments = ["--hardware", str(path), "--seq", "8", "--gpus", "4", "--batch", "1", "opt-2.7b"]
     assert main(["plan", *arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out and "ConfigError" in err and message in err
@@ -306,5 +307,5 @@ def test_a_config_that_is_wrong_says_how(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **change}))
-    assert main([*PLAN, "--config", str(tmp_path), "--gpus", "2", "--batch", "1"]) == 2
+    assert main([*PLAN, str(tmp_path), "--gpus", "2", "--batch", "1"]) == 2
     assert message in capsys.readouterr().err

@@ -60,7 +60,7 @@ def asked(folder: Path, name: str, lora: bool, *further: str) -> argparse.Namesp
     """The arguments of `elixir-moe plan` for one of the models."""
     path = folder / "config.json"
     path.write_text(json.dumps(QUANTIZED.get(name) or CONFIGS[name]))
-    given = ["--hf", str(path), "--gpu", "rtx-4090", "--batch", str(ROWS), "--seq", str(SEQ), *further]
+    given = [str(path), "--gpu", "rtx-4090", "--batch", str(ROWS), "--seq", str(SEQ), *further]
     parser = argparse.ArgumentParser()
     add_plan(parser)
     return parser.parse_args([*given, *(["--lora", LORA[name]] if lora else [])])

@@ -177,7 +177,7 @@ def test_the_command_answers_and_draws(
     machine = tmp_path / "machine.json"
     machine.write_text(json.dumps({**json.loads(shipped), "cpu_bytes": 16 * 150_000, "disk_bytes": 16 * 100_000}))
     picture = tmp_path / "largest.png"
-    arguments = ["--config", str(tmp_path), "--largest", largest, *kept, "--budget", budget, "--gpus", "16"]
+    arguments = [str(tmp_path), "--largest", largest, *kept, "--budget", budget, "--gpus", "16"]
     assert main(["plan", "--hardware", str(machine), *arguments, "--picture", str(picture), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
@@ -205,13 +205,13 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "opt-13b", "--largest", "model", "--batch", "1"], "arguments are required: --seq"),
-        (["--model", "opt-13b", "--largest", "batch", "--batch", "1", "--seq", "8"], "--largest batch finds it"),
-        (["--model", "opt-13b", "--largest", "model", "--seq", "8"], "arguments are required: --batch"),
-        (["--model", "moe-1t", "--largest", "model", "--batch", "1", "--seq", "8"], "layers of several kinds"),
-        (["--model", "opt-13b", "--largest", "model", "--batch", "1", "--seq", "8", "--compare"], "leave one of them"),
-        (["--model", "opt-13b", "--batch", "1", "--seq", "8", "--picture", "a.png"], "--picture draws what --largest"),
-        (["--model", "opt-13b", "--largest", "width", "--batch", "1", "--seq", "8"], "invalid choice: 'width'"),
+        (["opt-13b", "--largest", "model", "--batch", "1"], "arguments are required: --seq"),
+        (["opt-13b", "--largest", "batch", "--batch", "1", "--seq", "8"], "--largest batch finds it"),
+        (["opt-13b", "--largest", "model", "--seq", "8"], "arguments are required: --batch"),
+        (["moe-1t", "--largest", "model", "--batch", "1", "--seq", "8"], "layers of several kinds"),
+        (["opt-13b", "--largest", "model", "--batch", "1", "--seq", "8", "--compare"], "leave one of them"),
+        (["opt-13b", "--batch", "1", "--seq", "8", "--picture", "a.png"], "--picture draws what --largest"),
+        (["opt-13b", "--largest", "width", "--batch", "1", "--seq", "8"], "invalid choice: 'width'"),
     ],
 )
 def test_bad_requests_are_refused_in_one_line(

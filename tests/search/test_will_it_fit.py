@@ -113,11 +113,11 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
         ([], "one of the arguments --hardware --gpu"),
         (["--gpu", "l40s", "--disk-speed", "6 GB/s"], "there is no disk, give --disk-size too"),
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6 GB"], "expected a rate such as '6 GB/s'"),
-        (["--gpu", "l40s", "--host-memory", "many"], "--host-memory='many': expected bytes, or a text"),
-        (["--gpu", "l40s", "--host-memory", "64"], "--host-memory='64' has no unit: 64 GiB is written '64 GiB'"),
-        (["--gpu", "l40s", "--host-memory", "64 B"], "--host-memory='64 B': expected at least 1.00 MiB"),
-        (["--gpu", "l40s", "--host-memory", "128000000000"], "128000000000' has no unit"),
-        (["--gpu", "l40s", "--host-reserve", "6"], "--host-reserve='6' has no unit: 6 GiB"),
+        (["--gpu", "l40s", "--ram", "many"], "--ram='many': expected bytes, or a text"),
+        (["--gpu", "l40s", "--ram", "64"], "--ram='64' has no unit: 64 GiB is written '64 GiB'"),
+        (["--gpu", "l40s", "--ram", "64 B"], "--ram='64 B': expected at least 1.00 MiB"),
+        (["--gpu", "l40s", "--ram", "128000000000"], "128000000000' has no unit"),
+        (["--gpu", "l40s", "--ram-reserve", "6"], "--ram-reserve='6' has no unit: 6 GiB"),
         (["--gpu", "rtx-4090", "--budget", "80 GiB"], "a GPU of rtx-4090 has 22.35 GiB; choose at most that"),
         (["--gpu", "l40s", "--budget", "0.5"], "--budget='0.5' has no unit: 0.5 GiB"),
         (["--gpu", "l40s", "--disk-size", "2"], "--disk-size='2' has no unit"),
@@ -127,7 +127,7 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
             "--disk-speed='6 B': expected at least 1.00 MiB",
         ),
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6"], "expected a rate such as '6 GB/s'"),
-        (["--gpu", "l40s", "--host-memory", "8 GiB", "--host-reserve", "9 GiB"], "leave nothing of 8.00 GiB"),
+        (["--gpu", "l40s", "--ram", "8 GiB", "--ram-reserve", "9 GiB"], "leave nothing of 8.00 GiB"),
         (["--gpu", "l40s", "--lora", "r=0"], "r must be one number of at least 1"),
         (["--gpu", "l40s", "--lora", "rank=3"], "'rank=3' means nothing"),
         (["--gpu", "l40s", "--lora", "r=2,targets=all-linear,q_proj"], "has all modules already"),
@@ -142,7 +142,7 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
 def test_mistakes_are_named(
     mixture: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--hf", mixture, *arguments]) == 2
+    assert main(["plan", mixture, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -150,7 +150,7 @@ def test_adapters_are_those_of_peft(mixture: str, capsys: pytest.CaptureFixture[
     import peft
     import transformers
 
-    found = said(capsys, "--hf", mixture, "--gpu", "rtx-4090", "--lora", "r=4,targets=all-linear,experts")
+    found = said(capsys, mixture, "--gpu", "rtx-4090", "--lora", "r=4,targets=all-linear,experts")
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MIXTURE))
         targets = ["experts.gate_up_proj", "experts.down_proj"]
@@ -167,9 +167,9 @@ def test_adapters_are_those_of_peft(mixture: str, capsys: pytest.CaptureFixture[
 
 
 def test_one_kind_of_target_and_frozen_parts(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    few = said(capsys, "--hf", mixture, "--gpu", "l40s", "--lora", "r=4,targets=q_proj")
+    few = said(capsys, mixture, "--gpu", "l40s", "--lora", "r=4,targets=q_proj")
     assert line(few, "Asked").startswith(f"Asked: {6 * 4 * (256 + 4 * 64):,} of ")
-    part = said(capsys, "--hf", mixture, "--gpu", "l40s", "--freeze", "*.experts.*,lm_head.*")
+    part = said(capsys, mixture, "--gpu", "l40s", "--freeze", "*.experts.*,lm_head.*")
     frozen = sum(row["numel"] for row in part["groups"] if row["chunk_group"].endswith(" frozen"))
     assert frozen == 6 * 16 * 3 * 256 * 64 + 512 * 256
 
@@ -189,8 +189,8 @@ def test_moments_are_those_of_the_optimizers() -> None:
 
 
 def test_the_plan_can_be_pasted(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--hf", mixture, "--gpu", "rtx-4090", "--budget", "40 MiB", "--seq", "64"]
-    found = said(capsys, *arguments, "--host-memory", "40 MiB", "--host-reserve", "0", "--disk-size", "1 TB")
+    arguments = [mixture, "--gpu", "rtx-4090", "--budget", "40 MiB", "--seq", "64"]
+    found = said(capsys, *arguments, "--ram", "40 MiB", "--ram-reserve", "0", "--disk-size", "1 TB")
     pasted = re.search(r"plan=(em\.Plan\(.*?\)), step=", line(found, "To paste"))
     assert pasted is not None and found["disk_chunks"] > 0
     plan = eval(pasted[1], {"em": em})
@@ -202,7 +202,7 @@ def test_the_plan_can_be_pasted(mixture: str, capsys: pytest.CaptureFixture[str]
 def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
     mixture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = ["--hf", mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
+    slow = [mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
     found = said(capsys, *slow, "--thorough")
     proposed = re.search(
         r"Updates take (\d+)% of a step, .*--accumulation (\d+) amortises them, with ([\d,]+) tokens a second "
@@ -220,7 +220,7 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
 
 @pytest.mark.slow
 def test_how_far_it_reaches_is_where_it_stops_fitting(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
+    asked = [mixture, "--gpu", "rtx-3090", "--budget", "60 MiB", "--seq", "256"]
     found = said(capsys, *asked, "--thorough")
     reached = re.search(
         r"sequences of ([\d,]+) tokens at batch 1, or a batch of ([\d,]+) at", line(found, "It reaches")
@@ -238,12 +238,12 @@ def test_how_far_it_reaches_is_where_it_stops_fitting(mixture: str, capsys: pyte
 @pytest.mark.slow
 def test_one_more_stick_is_what_the_search_finds_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"hidden_size": 1024, "moe_intermediate_size": 512}))
-    asked = ["--hf", str(tmp_path), "--gpu", "rtx-4090", "--budget", "600 MiB", "--host-reserve", "0"]
-    short = said(capsys, *asked, "--host-memory", "1 GiB", "--thorough", code=2)
+    asked = [str(tmp_path), "--gpu", "rtx-4090", "--budget", "600 MiB", "--ram-reserve", "0"]
+    short = said(capsys, *asked, "--ram", "1 GiB", "--thorough", code=2)
     assert re.search(
         r"It does not fit: .* [GM]iB too little device memory; give the device", line(short, "It does not")
     )
-    longer = said(capsys, *asked, "--host-memory", "33 GiB")
+    longer = said(capsys, *asked, "--ram", "33 GiB")
     told = re.fullmatch(
         r"One more stick of 32\.00 GiB of host memory makes it fit: about (.+) a step\.",
         line(short, "One more stick"),
@@ -256,18 +256,18 @@ def test_one_more_stick_is_what_the_search_finds_with_it(tmp_path: Path, capsys:
 
 @pytest.mark.slow
 def test_a_reserve_of_the_host_is_not_planned_for(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", mixture, "--gpu", "l40s", "--host-memory", "128 GiB"]
+    asked = [mixture, "--gpu", "l40s", "--ram", "128 GiB"]
     assert "of a rank's 119.00 GiB of host memory" in line(said(capsys, *asked), "It fits")
-    assert "of a rank's 127.00 GiB" in line(said(capsys, *asked, "--host-reserve", "1 GiB"), "It fits")
-    assert "of a rank's 56.50 GiB" in line(said(capsys, *asked, "--gpus", "2", "--host-reserve", "15 GiB"), "It fits")
+    assert "of a rank's 127.00 GiB" in line(said(capsys, *asked, "--ram-reserve", "1 GiB"), "It fits")
+    assert "of a rank's 56.50 GiB" in line(said(capsys, *asked, "--gpus", "2", "--ram-reserve", "15 GiB"), "It fits")
 
 
 def test_the_error_of_the_model_is_that_of_the_paper_table(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
     hardware = Hardware.named(gpus.REFERENCE)
     assert hardware.mean_error is not None
-    plain = ["--hf", mixture, "--hardware", gpus.REFERENCE]
+    plain = [mixture, "--hardware", gpus.REFERENCE]
     assert f"{hardware.mean_error:.1%} off in the mean on the steps" in line(said(capsys, *plain), "Error")
-    guess = line(said(capsys, "--hf", mixture, "--gpu", "rtx-4090", "--gpus", "2"), "Error")
+    guess = line(said(capsys, mixture, "--gpu", "rtx-4090", "--gpus", "2"), "Error")
     links = gpus.machine("rtx-4090", 2).links(2)
     assert guess.startswith("Error: unknown") and f"{links.b_c2g:g} GB/s from host to GPU" in guess
 
@@ -279,17 +279,17 @@ def test_where_gpu_and_host_have_one_memory_its_bytes_are_counted_once_and_only_
     machine = gpus.machine(name, 1)
     assert machine.one_memory and machine.gpu_bytes == machine.cpu_bytes
     assert machine.origins["peak_tflops"] == "assumed" and machine.origins["memory_bandwidth"] == "data sheet"
-    asked = ["--hf", mixture, "--gpu", name, "--host-reserve", "1 MiB"]
+    asked = [mixture, "--gpu", name, "--ram-reserve", "1 MiB"]
     homes = set()
     for memory in (80, 120, 4000):
-        found = said(capsys, *asked, "--host-memory", f"{memory + 1} MiB", "--disk-size", "1 GB", "--thorough")
+        found = said(capsys, *asked, "--ram", f"{memory + 1} MiB", "--disk-size", "1 GB", "--thorough")
         assert found["host_chunks"] == 0, "host memory is no other memory"
         predicted = found["predicted"]
         assert predicted["device_peak_bytes"] + predicted["host_bytes_per_rank"] <= memory << 20
         assert "that GPU and host have together" in line(found, "It fits") and "goes to disk" in line(found, "It fits")
         homes.add((found["device_chunks"] > 0, found["disk_chunks"] > 0))
     assert len(homes) > 1, "some chunks are on disk, and none where all fit"
-    found = said(capsys, *asked, "--host-memory", "81 MiB", code=2)
+    found = said(capsys, *asked, "--ram", "81 MiB", code=2)
     assert "too little memory of device and host" in found["reason"] and "more on a disk" in found["reason"]
     assert not any(sentence.startswith("One more stick") for sentence in found["answer"])
 
@@ -327,7 +327,7 @@ def test_words_of_adapters() -> None:
 def test_qwen3_30b_with_lora_on_one_rtx_4090(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 bytes of 30.5 billion frozen weights, and 14 of a billion of adapters."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    asked = ["--hf", str(tmp_path), "--gpu", "rtx-4090", "--host-memory", "128 GiB"]
+    asked = [str(tmp_path), "--gpu", "rtx-4090", "--ram", "128 GiB"]
     found = said(capsys, *asked, "--lora", "r=16,targets=all-linear,experts")
     frozen = sum(row["numel"] for row in found["groups"] if row["chunk_group"].endswith(" frozen"))
     assert found["feasible"] and frozen == 30_532_122_624
@@ -341,7 +341,7 @@ def test_qwen3_30b_with_lora_on_one_rtx_4090(tmp_path: Path, capsys: pytest.Capt
 def test_qwen3_30b_with_six_bytes_a_parameter_on_one_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All weights are trained on a card of 32 GB with 192 GiB of host memory, which 14 bytes a parameter exceed."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    asked = ["--hf", str(tmp_path), "--gpu", "rtx-5090", "--host-memory", "192 GiB"]
+    asked = [str(tmp_path), "--gpu", "rtx-5090", "--ram", "192 GiB"]
     found = said(capsys, *asked, "--master", "bf16", "--moments", "int8")
     held = sum(row["shard_bytes"] for row in found["groups"])
     narrow = sum(row["numel"] for row in found["groups"] if row["chunk_group"].endswith("bf16+int8"))
@@ -352,7 +352,7 @@ def test_qwen3_30b_with_six_bytes_a_parameter_on_one_card(tmp_path: Path, capsys
 
 
 def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
+    asked = [mixture, "--gpu", "rtx-4090", "--seq", "64"]
     found = said(capsys, *asked, "--master", "bf16", "--moments", "int8")
     plan = em.Plan.from_json(json.dumps(found["plan"]))
     assert (plan.master, plan.moments) == ("bf16", "int8")
@@ -366,7 +366,7 @@ def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.Capture
 
 
 def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--hf", mixture, "--gpu", "rtx-4090", "--seq", "64"]
+    asked = ["plan", mixture, "--gpu", "rtx-4090", "--seq", "64"]
     assert main(asked) == 0
     told = capsys.readouterr().out
     assert all(
@@ -394,20 +394,20 @@ def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.Captu
 
 
 def test_a_disk_that_makes_it_fit_is_named(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", mixture, "--gpu", "rtx-4090", "--seq", "64", "--budget", "40 MiB", "--host-reserve", "0"]
-    short = said(capsys, *asked, "--host-memory", "40 MiB", "--thorough", code=2)
+    asked = [mixture, "--gpu", "rtx-4090", "--seq", "64", "--budget", "40 MiB", "--ram-reserve", "0"]
+    short = said(capsys, *asked, "--ram", "40 MiB", "--thorough", code=2)
     told = re.fullmatch(
         r'A disk makes it fit: --disk-size "(\d+ GB)" for each host, about (.+) a step '
         r"at 3 GB/s from it and 3 GB/s to it\.",
         line(short, "A disk"),
     )
     assert told is not None and not any("No sequence length" in sentence for sentence in short["answer"])
-    found = said(capsys, *asked, "--host-memory", "40 MiB", "--disk-size", told[1])
+    found = said(capsys, *asked, "--ram", "40 MiB", "--disk-size", told[1])
     assert seconds_text(found["predicted"]["step_seconds"]) == told[2]
-    assert main(["plan", *asked, "--host-memory", "40 MiB"]) == 2
+    assert main(["plan", *asked, "--ram", "40 MiB"]) == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in shown and told[0] in shown
-    without = said(capsys, *asked, "--host-memory", "40 MiB", "--optimizer", "adamw-amsgrad", code=2)
+    without = said(capsys, *asked, "--ram", "40 MiB", "--optimizer", "adamw-amsgrad", code=2)
     assert not any("A disk makes" in sentence for sentence in without["answer"]), "Adam's state alone can be there"
 
 
@@ -421,7 +421,7 @@ def wide(tmp_path: Path) -> str:
 SMALL_DEVICE = (
     "--gpu",
     "rtx-4090",
-    "--host-memory",
+    "--ram",
     "2 GiB",
     "--seq",
     "64",
@@ -435,7 +435,7 @@ SMALL_DEVICE = (
 def test_experts_are_tiled_where_blocks_are_in_the_way(
     wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj"]
+    asked = [wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj"]
     found = said(capsys, *asked)
     assert found["tile"] == "256 KiB"
     assert 'em.tile(model, at_most="256 KiB")  # before the optimizer; then: em.wrap(' in line(found, "To paste")
@@ -450,8 +450,8 @@ def test_experts_are_tiled_where_blocks_are_in_the_way(
 @pytest.mark.parametrize(
     ("model", "machine"),
     [
-        ("pr-moe-25b", ("--gpu", "a100-40gb", "--host-memory", "1 TB")),
-        ("pr-moe-29b", ("--gpu", "a100-40gb", "--host-memory", "1 TB")),
+        ("pr-moe-25b", ("--gpu", "a100-40gb", "--ram", "1 TB")),
+        ("pr-moe-29b", ("--gpu", "a100-40gb", "--ram", "1 TB")),
         ("moe-1t", ("--hardware", "dgx-2-v100-32g-x16", "--gpus", "16", "--dtype", "fp16")),  # an expert: 450 MiB
     ],
 )
@@ -459,11 +459,11 @@ def test_what_the_papers_train_fits_in_tiles(
     model: str, machine: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Elixir v1, table II, and ZeRO-Infinity, figure 6a: layers in checkpointed regions larger than the device."""
-    assert said(capsys, "--model", model, *machine)["tile"] == "512 MiB"
+    assert said(capsys, model, *machine)["tile"] == "512 MiB"
 
 
 def test_why_there_are_no_tiles_is_said(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--hf", wide, *SMALL_DEVICE, "--lora"]
+    asked = [wide, *SMALL_DEVICE, "--lora"]
     assert said(capsys, *asked, "r=1,targets=experts")["tile"] == "256 KiB"
     found = said(capsys, *asked, "r=4,targets=q_proj,experts", code=2)
     assert found["tile"] is None
@@ -504,7 +504,7 @@ def tiled_run(path: str, told: str) -> tuple[int, int, list[str]]:
 def test_what_the_answer_says_to_run_with_tiles_runs(
     wide: str, capsys: pytest.CaptureFixture[str], ranks: Callable[[int], RankPool]
 ) -> None:
-    found = said(capsys, "--hf", wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj")
+    found = said(capsys, wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj")
     ((held, largest, trained),) = ranks(1).run(tiled_run, wide, line(found, "To paste"))
     assert largest <= 256 * 1024 and trained and all("lora" in name for name in trained)
     assert held <= found["predicted"]["device_peak_bytes"]

@@ -46,10 +46,10 @@ COMMANDS: dict[str, dict[str, tuple[str, set[int]]]] = {
     },
     "plan": {
         "a plan that does not fit": (
-            "plan --model gpt2-10b --hardware a100-80g-pcie-x4 --gpus 1 --batch 1 --seq 1024 --budget-gib 0.001",
+            "plan gpt2-10b --hardware a100-80g-pcie-x4 --gpus 1 --batch 1 --seq 1024 --budget 0.001GiB",
             {2},
         ),
-        "no such machine": ("plan --model gpt2-10b --hardware none --gpus 1 --batch 1 --seq 1024", {2}),
+        "no such machine": ("plan gpt2-10b --hardware none --gpus 1 --batch 1 --seq 1024", {2}),
     },
 }
 """By kind and fault: the command, and the exit codes that it documents."""

@@ -90,7 +90,7 @@ def test_a_dtype_may_have_the_name_that_torch_has_for_it(name: str) -> None:
     keys = ("run.dtype", "plan.master", "plan.moments")
     config = settings.build(TrainConfig, {"run": {"out": "x"}}, [(key, name) for key in keys])
     assert (config.run.dtype, config.plan.master, config.plan.moments) == ("bf16", "bf16", "bf16")
-    plan = parser_of(None).parse_args(["plan", "--model", "gpt2-4b", "--gpu", "h100", "--dtype", name])
+    plan = parser_of(None).parse_args(["plan", "gpt2-4b", "--gpu", "h100", "--dtype", name])
     assert plan.dtype == "bf16"
 
 
