@@ -14,6 +14,7 @@ from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
 from elixir_moe.cli.tasks import DTYPES, named, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
+from elixir_moe.finetune.defaults import SFT
 from elixir_moe.models.lora import Lora
 from elixir_moe.models.presets import Planned
 from elixir_moe.search import cost, gpus, strategies
@@ -36,8 +37,8 @@ _WORTH = 0.01
 """Part of a step below which a saving is not worth naming."""
 _WIDTH = 80
 """Columns of the answer."""
-_AS_USUAL: dict[str, Any] = {"gradient_accumulation_steps": 1, "plan_master": "fp32", "plan_moments": "fp32"}
-"""Defaults of `sft`, which need not be given."""
+_ALWAYS = {"max_length", "per_device_train_batch_size"}
+"""Arguments of `sft` that are shown even where they have their defaults, since they make memory and time."""
 _IN_WORDS = {
     "b_c2g": "{:g} GB/s from host to GPU",
     "b_g2c": "{:g} GB/s from GPU to host",
@@ -168,26 +169,28 @@ def _to_paste(asked: Asked, choice: Choice) -> str:
 def _sft(asked: Asked, choice: Choice) -> list[str] | None:
     """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
     known, task = asked.known, asked.task
-    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or asked.tiles is not None
+    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or known.loss == "whole"
     if named(known).config is None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
     said: dict[str, Any] = {"model_name_or_path": named(known).name, "dataset_name": "DATA"}
     if known.lora is not None:
         lora = Lora.parse(known.lora)
         said |= {"use_peft": True, "lora_r": lora.r, "lora_alpha": lora.alpha}
-        said |= {"lora_target_modules": lora.targets, "lora_target_parameters": lora.parameters}
-        said |= {"quantize": None if known.quantize == UNQUANTIZED else known.quantize}
+        said |= {"lora_target_modules": lora.targets or None, "lora_target_parameters": lora.parameters or None}
+        said |= {"quantize": quantized_as(known)}
     said |= {"max_length": known.seq, "per_device_train_batch_size": known.batch}
-    said |= {"gradient_accumulation_steps": known.accumulation, "bf16": None if known.dtype == "bf16" else "false"}
+    said |= {"gradient_accumulation_steps": known.accumulation, "bf16": known.dtype == "bf16"}
     recomputed = known.checkpointing == "layers" and asked.given.model.supports_gradient_checkpointing
-    said |= {"gradient_checkpointing": None if recomputed else "false", "plan_budget": known.budget}
+    said |= {"gradient_checkpointing": recomputed, "tile": asked.tiles, "plan_budget": known.budget}
     said |= {"plan_disk": "DISK" if choice.plan.disk_chunks else None}
-    said |= {"plan_master": known.master, "plan_moments": known.moments, "output_dir": "OUT"}
+    kept = {"plan_master": known.master, "plan_moments": known.moments}
+    said |= {name: None if value == "fp32" else value for name, value in kept.items()}
     words = ["elixir-moe sft"]
-    for name, value in said.items():
-        if value not in (None, (), _AS_USUAL.get(name)):
+    for name, value in (said | {"output_dir": "OUT"}).items():
+        if name in _ALWAYS or value != SFT.get(name):
             values = value if isinstance(value, tuple) else () if value is True else (value,)
-            words.append(" ".join([f"--{name}", *(shlex.quote(str(each)) for each in values)]))
+            texts = ["false" if each is False else str(each) for each in values]
+            words.append(" ".join([f"--{name}", *map(shlex.quote, texts)]))
     return [*words, *[f"--nproc {task.gpus}"] * (task.gpus > 1)]
 
 
@@ -237,7 +240,7 @@ def _question(asked: Asked) -> str:
         "" if known.lora is None else f" ({Lora.parse(known.lora)}{f', frozen weights in {scheme}' if scheme else ''})"
     )
     checkpoints = "of every layer recomputed" if known.checkpointing == "layers" else "kept"
-    loss = ", without logits" if known.loss == "fused" else ""
+    loss = ", without logits" if asked.given.loss == "fused" else ""
     step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} backwards"
     return (
         f"Asked: {what} are trained{how} with {known.optimizer} in {known.dtype}; {known.batch} x {known.seq} tokens a "

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, get_args
 
 from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.finetune.defaults import SFT
 from elixir_moe.models import known as known_models
 from elixir_moe.models.shapes import names as models
 from elixir_moe.names import DTYPES, PEERS, PLANS, TRAINERS, Master, Moments, SchemeName, short_dtype
@@ -176,9 +177,16 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--disk-size", metavar="SIZE", help="disk of one host for shards: 2 TB; by default none")
     verb.add_argument("--disk-speed", metavar="RATE", help="of reads and writes: 6 GB/s; by default 3 GB/s")
-    verb.add_argument("--batch", type=int, metavar="B", help="sequences of one GPU; by default 1")
-    verb.add_argument("--seq", type=int, metavar="S", help="tokens of a sequence; by default 1024")
-    verb.add_argument("--lora", metavar="WORDS", help="train adapters of peft: r=16,targets=all-linear,experts")
+    verb.add_argument(
+        "--batch", type=int, metavar="B", help=f"sequences of one GPU; by default {SFT['per_device_train_batch_size']}"
+    )
+    verb.add_argument("--seq", type=int, metavar="S", help=f"tokens of a sequence; by default {SFT['max_length']}")
+    way = verb.add_mutually_exclusive_group()
+    way.add_argument("--full", action="store_true", help="train all weights; by default three ways are compared")
+    for option, what in (("--lora", "adapters of peft"), ("--qlora", "adapters, on weights in 4 bits")):
+        way.add_argument(
+            option, nargs="?", const="", metavar="WORDS", help=f"train {what}: r=16,targets=all-linear,experts"
+        )
     verb.add_argument(
         "--quantize",
         choices=(*get_args(SchemeName), UNQUANTIZED),
@@ -188,22 +196,27 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--checkpointing",
         choices=("layers", "none"),
-        default="layers",
+        default="layers" if SFT["gradient_checkpointing"] else "none",
         help="recompute each layer in backward, or keep all",
     )
     verb.add_argument(
         "--loss",
         choices=("whole", "fused"),
-        default="whole",
-        help="of all logits, or without them, by em.linear_cross_entropy; by default whole",
+        help="of all logits, or without them, by em.linear_cross_entropy; by default as sft and train do",
     )
-    verb.add_argument("--accumulation", type=int, default=1, metavar="N", help="backwards in a step; by default 1")
+    verb.add_argument(
+        "--accumulation",
+        type=int,
+        default=SFT["gradient_accumulation_steps"],
+        metavar="N",
+        help="backwards in a step; by default 1",
+    )
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
     verb.add_argument(
         "--dtype",
         type=short_dtype,
         choices=tuple(DTYPES),
-        default="bf16",
+        default="bf16" if SFT["bf16"] else "fp32",
         help="of weights and products; by default bf16",
     )
     verb.add_argument(

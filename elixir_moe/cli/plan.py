@@ -23,6 +23,7 @@ from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
 from elixir_moe.cli.largest import run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
+    choose_way,
     machine_bytes,
     model_of,
     pretended_ranks,
@@ -31,6 +32,7 @@ from elixir_moe.cli.tasks import (
     task_of,
 )
 from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.finetune.defaults import SFT
 from elixir_moe.models.presets import Planned
 from elixir_moe.search import cost, gpus, strategies
 from elixir_moe.search.explain import explain
@@ -38,12 +40,10 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import measured_here
 from elixir_moe.search.solve import Choice, Packings, Task, price, shortage, solve
 from elixir_moe.search.tile_size import tile_bytes
-from elixir_moe.setup.tiling import tile
+from elixir_moe.setup.tiling import tile_for
 from elixir_moe.torch_private import IMPORTED_LATE
 from elixir_moe.train.waiting import Tell, Waits
 
-_BATCH, _SEQ = 1, 1024
-"""A batch that is not given."""
 _MOST_TOKENS = 2**40
 """Most tokens in a batch: the sizes of larger tensors would overflow."""
 _MOST_IMBALANCE = 10**6
@@ -53,6 +53,7 @@ _WORTH = 0.99
 
 def run(known: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or prints why there is none and returns 2. Raises ConfigError."""
+    choose_way(known)
     _check_sizes(known)
     if not 1 <= known.imbalance <= _MOST_IMBALANCE:
         raise ConfigError(
@@ -66,7 +67,8 @@ def run(known: argparse.Namespace) -> int:
     _import_compiler()
     if known.largest is not None:
         return run_largest(known, hardware)
-    known.batch, known.seq = known.batch or _BATCH, known.seq or _SEQ
+    known.batch = known.batch or SFT["per_device_train_batch_size"]
+    known.seq = known.seq or SFT["max_length"]
     started = time.perf_counter()
     with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("building the model without data") as tell:
         asked, searched = _searched(known, hardware, mesh, tell)
@@ -93,7 +95,7 @@ def _searched(
     given = model_of(known, mesh)
     narrow = DTYPES[known.dtype].itemsize  # a tile's bytes are those of the step's dtype, as most models are loaded
     try:
-        tile(given.model, at_most=size * max(p.itemsize for p in given.model.parameters()) // narrow)
+        tile_for(given.model, size, narrow)
     except ConfigError as error:
         return replace(plain, untiled=str(error).partition("\n")[0].removeprefix("tile: ")), seconds
     tiled, more = _solved(known, hardware, given, tell, f", in tiles of {size_text(size)}")

@@ -21,6 +21,7 @@ from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.chunks.plan import size_bytes, size_text
 from elixir_moe.cli.arguments import OPTIMIZERS, UNQUANTIZED
 from elixir_moe.errors import ConfigError
+from elixir_moe.finetune.defaults import FROZEN_IN
 from elixir_moe.models import presets, shapes
 from elixir_moe.models.adapters import freeze
 from elixir_moe.models.known import Known, find
@@ -32,7 +33,7 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.solve import Task
 from elixir_moe.search.trace import trace
 from elixir_moe.setup.checks import check_adapted_bytes
-from elixir_moe.state.shipped import config_in, patterns_of, scheme_of
+from elixir_moe.state.shipped import config_in, scheme_of, shipped_patterns
 from elixir_moe.torch_private import fake_store
 
 
@@ -41,6 +42,16 @@ def named(known: argparse.Namespace) -> Known:
     if not isinstance(known.model, Known):
         known.model = find(known.model)
     return known.model
+
+
+def choose_way(known: argparse.Namespace) -> None:
+    """Says --full and --qlora in the words of --lora and --quantize."""
+    if known.qlora is not None:
+        path = _config_file(known)
+        shipped = None if path is None else scheme_of(config_in(path), path)
+        known.lora, known.quantize = known.qlora, known.quantize or (shipped if shipped == "mxfp4" else FROZEN_IN)
+    elif known.full and known.quantize is None:
+        known.quantize = UNQUANTIZED
 
 
 def ranks_of(known: argparse.Namespace) -> int:
@@ -151,7 +162,7 @@ def _quantize(known: argparse.Namespace, model: nn.Module) -> None:
             f"{UNQUANTIZED} for weights in full"
         )
     path = _config_file(known)
-    shipped = {} if known.quantize or path is None else patterns_of(config_in(path), scheme, model)
+    shipped = {} if path is None else shipped_patterns(path, scheme, model)
     quantize(model.requires_grad_(False), scheme, **shipped)
 
 

@@ -15,17 +15,20 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from elixir_moe import settings
+from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, meant
+from elixir_moe.finetune.defaults import LEARNING_RATE, SFT
 from elixir_moe.models.lora import EXPERTS
 from elixir_moe.names import TRAINERS, SchemeName
 from elixir_moe.train.config import PlanConfig
 from elixir_moe.watch.supervisor import WatchConfig
 
-LEARNING_RATE = {"full": 2e-5, "adapters": 2e-4}
-"""The default learning rate of `sft`. TRL's own is that for all weights, ten times too low for adapters."""
 LORA_DROPOUT = ModelConfig().lora_dropout
-"""The default dropout of adapters, TRL's. It is 0 where parameters have adapters, since peft refuses any there."""
+"""The default dropout of adapters of all commands but `sft`. It is 0 where parameters have adapters, since peft refuses
+any there."""
 PLAN_PREFIX, WATCH_PREFIX = "plan_", "supervise_"
+_LEAST_BYTES = 1000
+"""Bytes below which nobody means a size: the unit is missing."""
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,9 @@ class _Added:
     profile_step: int | None = field(
         default=None,
         metadata={"help": "Number of a step whose gathers, reductions and updates `elixir-moe report --html` draws."},
+    )
+    tile: str | None = field(
+        default=None, metadata={"help": "Bytes of the largest parameter in the dtype of the step; larger ones are cut."}
     )
 
 
@@ -103,6 +109,8 @@ class Arguments:
     """What is watched, and the reactions; None: nothing."""
     profile_step: int | None
     """The step that is profiled; None: none."""
+    tile: int | None
+    """Bytes of the largest parameter in the dtype of the step; None: none is cut."""
 
 
 class _Parser(TrlParser):  # type: ignore[misc]
@@ -117,9 +125,9 @@ def parser_of(kind: str) -> Any:
     config = getattr(trl, f"{TRAINERS[kind]}Config")
     script = GRPOScriptArguments if kind == "grpo" else ScriptArguments
     parser: Any = _Parser((Added, script, config, ModelConfig, DatasetMixtureConfig), prog=f"elixir-moe {kind}")  # type: ignore[arg-type]
-    parser.set_defaults(lora_dropout=None)  # `parse` chooses it
+    parser.set_defaults(lora_dropout=SFT["lora_dropout"] if kind == "sft" else None)  # `parse` chooses those of None
     if kind == "sft":
-        parser.set_defaults(learning_rate=None)  # here, too
+        parser.set_defaults(learning_rate=None)
     return parser
 
 
@@ -164,6 +172,7 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         ep=added.spread_experts,
         watch=watch,
         profile_step=added.profile_step,
+        tile=size_bytes("--tile", added.tile, least=_LEAST_BYTES),
     )
 
 

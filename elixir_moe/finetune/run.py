@@ -7,9 +7,10 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 import gc
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,15 @@ from elixir_moe.inspect import inspect
 from elixir_moe.integrations.transformers import ElixirMixin
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.slabs import host_bytes_left
-from elixir_moe.models.adapters import adapted_modules, fused_experts, peft_targets, refuse_routers
-from elixir_moe.models.lora import EXPERTS
-from elixir_moe.models.presets import reason_of
-from elixir_moe.models.without_logits import WithoutLogits
+from elixir_moe.models.adapters import (
+    adapted_modules,
+    default_targets,
+    fused_experts,
+    peft_targets,
+    refuse_routers,
+)
+from elixir_moe.models.lora import ALL_LINEAR, EXPERTS
+from elixir_moe.models.presets import causal_loss, causal_loss_of, causal_loss_without_logits, reason_of
 from elixir_moe.moe.fused import adapt_beside
 from elixir_moe.names import TRAINERS
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
@@ -51,6 +57,8 @@ from elixir_moe.search.profile import Profile
 from elixir_moe.search.trace import trace
 from elixir_moe.setup.drawing import sharded_init
 from elixir_moe.setup.spreading import spread_experts
+from elixir_moe.setup.tiling import tile_for
+from elixir_moe.state.shipped import shipped_patterns
 from elixir_moe.watch.control import Signals
 
 _LOG = logging.getLogger(__name__)
@@ -305,12 +313,17 @@ def _model(given: Arguments, folder: str) -> nn.Module:
         named = words.use_peft and not Path(words.model_name_or_path).is_dir()
         model.name_or_path = model.config._name_or_path = words.model_name_or_path if named else folder
         adapters = trl.get_peft_config(words)
-        if adapters is None:
-            return model
-        model.requires_grad_(False)
-        if given.scheme is not None:
-            quantize(model, given.scheme)
-        return _adapted(model, adapters)
+        if adapters is not None:
+            model.requires_grad_(False)
+            if given.scheme is not None:
+                quantize(model, given.scheme, **shipped_patterns(Path(folder, "config.json"), given.scheme, model))
+            if given.kind == "sft" and not (adapters.target_modules or adapters.target_parameters):
+                targets = default_targets(model)
+                adapters.target_modules = set(targets) if len(targets) > 1 else targets[0]
+            model = _adapted(model, adapters)
+        if given.tile is not None:
+            tile_for(model, given.tile, 2 if training.bf16 or training.fp16 else dtype.itemsize)
+        return model
 
 
 def _adapted(model: nn.Module, config: Any) -> nn.Module:
@@ -323,6 +336,8 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
             raise ConfigError(f"--lora_target_modules {EXPERTS}: {type(model).__name__} has no fused experts")
         modules, config.target_parameters = peft_targets(model, targets, config.target_parameters or ())
         config.target_modules = modules if isinstance(modules, str) else set(modules)
+    elif targets is not None and len(targets) == 1 and targets != {ALL_LINEAR} and all(map(_is_name, targets)):
+        config.target_modules = targets  # TRL makes a text of a single name, which would be a pattern for whole names
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -332,6 +347,10 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
         _LOG.debug("adapters on %s", line)
     adapt_beside(adapted)
     return adapted
+
+
+def _is_name(target: str) -> bool:
+    return re.fullmatch(r"[\w.]*\w", target) is not None
 
 
 def _plan(given: Arguments, model: nn.Module) -> Plan | AutoPlan:
@@ -362,16 +381,7 @@ def _step_of(kind: str, model: nn.Module) -> Callable[[nn.Module, Any], Any]:
     """The forward of a training step, as far as memory and order go."""
     if kind == "reward":
         return lambda module, tokens: module(input_ids=tokens).logits.float().mean()
-    loss: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if kind == "sft":
-        with suppress(ConfigError):  # TRL computes the whole loss of such a model, too
-            loss = WithoutLogits(model)
-
-    def step(module: nn.Module, tokens: torch.Tensor) -> Any:
-        with loss():
-            return module(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    return step
+    return causal_loss_without_logits if kind == "sft" and causal_loss_of(model) == "fused" else causal_loss
 
 
 def _rewards(script: Any) -> list[Any]:

@@ -65,7 +65,8 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
     except ImportError as error:
         raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
     check_targets(model, lora)
-    modules, parameters = peft_targets(model, lora.targets, lora.parameters)
+    targets = lora.targets or (() if lora.parameters else default_targets(model))
+    modules, parameters = peft_targets(model, targets, lora.parameters)
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -129,6 +130,11 @@ def _without_routers(model: nn.Module) -> str:
     paths = [name.split(".") for name, _ in _with_factors(model) if not _is_router(name)]
     ends = [EXPERTS if "experts" in path[-2:-1] else path[-1] for path in paths]
     return ",".join(dict.fromkeys(ends))
+
+
+def default_targets(model: nn.Module) -> tuple[str, ...]:
+    """What adapters are on where nobody says it: all linear layers, and fused experts if there are any."""
+    return (ALL_LINEAR, EXPERTS) if fused_experts(model) else (ALL_LINEAR,)
 
 
 def peft_targets(

@@ -17,33 +17,31 @@ _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS
 class Lora:
     """Adapters of one rank on some modules and parameters; everything else is frozen."""
 
-    r: Annotated[int, at_least(1)] = 8
+    r: Annotated[int, at_least(1)] = 16
     """Rank of the adapters."""
-    alpha: Annotated[int, at_least(1)] = 16
+    alpha: Annotated[int, at_least(1)] = 32
     """Numerator of their scale, which is alpha / r."""
     targets: tuple[str, ...] = ()
-    """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, unless
-    parameters are named."""
+    """Ends of names of modules; "all-linear", as in peft; and "experts" for fused experts. Empty: all-linear, and
+    experts where the model has fused ones, unless parameters are named."""
     parameters: tuple[str, ...] = ()
     """Ends of names of parameters."""
 
     def __post_init__(self) -> None:
         check(self, "lora")
-        if not self.targets and not self.parameters:
-            object.__setattr__(self, "targets", (ALL_LINEAR,))
         if ALL_LINEAR in self.targets and set(self.targets) - {ALL_LINEAR, EXPERTS}:
             raise ConfigError(f"lora.targets: {ALL_LINEAR} has all modules already, got {', '.join(self.targets)}")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Adapters from a text such as ``r=16,targets=all-linear,experts``. Without targets, all linear layers.
+        """Adapters from a text such as ``r=16,targets=all-linear,experts``; an empty one means the defaults.
 
         Raises:
             ConfigError: the text says something else; the message says what was expected.
         """
         found: dict[str, list[str]] = {"r": [], "alpha": [], "targets": [], "parameters": []}
         key = "targets"
-        for word in text.split(","):
+        for word in text.split(",") if text else ():
             name, equals, value = word.strip().partition("=")
             if not equals:
                 name, value = key, name
@@ -63,4 +61,5 @@ class Lora:
             raise ConfigError(f"--lora {text!r}: {error}; {_EXPECTED}") from None
 
     def __str__(self) -> str:
-        return f"LoRA r={self.r} on {', '.join(self.targets + self.parameters)}"
+        on = ", ".join(self.targets + self.parameters) or "all linear layers and experts"
+        return f"LoRA r={self.r} on {on}"

@@ -42,6 +42,7 @@ class Planned:
     """The forward of a training step; returns the loss."""
     sample: Any
     """A batch on the meta device."""
+    loss: Loss
     positions: int | None = None
     """Most tokens of a sequence; None if the model has no limit."""
 
@@ -77,7 +78,7 @@ def named_model(
     layers: int | None = None,
     stretch: bool = False,
     checkpointing: bool = True,
-    loss: Loss = "whole",
+    loss: Loss | None = None,
 ) -> Planned:
     """The model called `name`.
 
@@ -89,7 +90,7 @@ def named_model(
         layers: another number of layers, of a dense model.
         stretch: give the model the positions that `seq` needs.
         checkpointing: recompute the activations of every layer in backward.
-        loss: of all logits, or by `linear_cross_entropy`.
+        loss: of all logits, or by `linear_cross_entropy`; None: the first, as `train` does.
 
     Raises:
         ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
@@ -143,7 +144,7 @@ def named_model(
 
 
 def of_config(
-    name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None, loss: Loss = "whole"
+    name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None, loss: Loss | None = None
 ) -> Planned:
     """As `named_model`, for a GPT of any configuration."""
     with torch.device("meta"), _Undrawn():
@@ -151,8 +152,9 @@ def of_config(
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
     if mesh is not None:
         annotate(model, gpt_patterns(model))
-    step = lm_loss if loss == "whole" else lm_loss_without_logits
-    return Planned(name=name, model=model, step=step, sample=sample, positions=config.seq_len, ahead=1)
+    loss = loss or "whole"
+    step = lm_loss_without_logits if loss == "fused" else lm_loss
+    return Planned(name=name, model=model, step=step, sample=sample, loss=loss, positions=config.seq_len, ahead=1)
 
 
 def huggingface_model(
@@ -165,13 +167,14 @@ def huggingface_model(
     checkpointing: bool = True,
     lora: Lora | None = None,
     quantize: Callable[[nn.Module], object] | None = None,
-    loss: Loss = "whole",
+    loss: Loss | None = None,
 ) -> Planned:
     """The causal language model that a Hugging Face ``config.json`` describes.
 
     Args:
         path: the file, or its directory.
-        batch, seq, layers, stretch, checkpointing, loss: as in `named_model`.
+        batch, seq, layers, stretch, checkpointing: as in `named_model`.
+        loss: of all logits, or by `linear_cross_entropy`; None: the second wherever the model allows it, as `sft` does.
         lora: the adapters that are trained instead of the model's own parameters.
         quantize: what is done to the model before it gets its adapters.
 
@@ -187,7 +190,6 @@ def huggingface_model(
         raise ConfigError(f"cannot read {path!r}: no such file; expected a Hugging Face config.json or its directory")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        config.use_cache = False
         _resized(path, config, seq, layers, stretch=stretch)
         with torch.device("meta"), _Undrawn():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -209,8 +211,9 @@ def huggingface_model(
         if checkpointing and model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    step = _causal_loss if loss == "whole" else _causal_loss_without_logits
-    return Planned(name=str(path), model=model, step=step, sample=sample, positions=positions)
+    loss = loss or causal_loss_of(model)
+    step = causal_loss_without_logits if loss == "fused" else causal_loss
+    return Planned(name=str(path), model=model, step=step, sample=sample, loss=loss, positions=positions)
 
 
 def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: bool) -> None:
@@ -227,15 +230,26 @@ def _resized(path: str, config: Any, seq: int, layers: int | None, *, stretch: b
         config.max_position_embeddings = seq
 
 
-def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of a causal language model on rows of one text each."""
     with _one_text_a_row():
-        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
-def _causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """As `causal_loss`, by `linear_cross_entropy`."""
     with WithoutLogits(model)():
-        return _causal_loss(model, tokens)
+        return causal_loss(model, tokens)
+
+
+def causal_loss_of(model: nn.Module) -> Loss:
+    """Which loss `sft` computes: without logits wherever the model allows it."""
+    try:
+        WithoutLogits(model)
+    except ConfigError:
+        return "whole"
+    return "fused"
 
 
 @contextmanager

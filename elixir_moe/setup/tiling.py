@@ -46,6 +46,11 @@ _TILES_IN_ROOM = 16
 """Tiles that fit in device memory beside each other: a few are gathered, and activations take the rest."""
 
 
+def tile_for(model: nn.Module, nbytes: int, itemsize: int) -> None:
+    """Tiles of at most `nbytes` in the dtype of a step, whose elements have `itemsize` bytes; `tile` has the rest."""
+    tile(model, at_most=nbytes * max(p.itemsize for p in model.parameters()) // itemsize)
+
+
 def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     """Cuts every parameter of more than `at_most` bytes into tiles along dim 0, in place; returns the model.
 

@@ -71,6 +71,12 @@ def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dic
     return {"skip": [name for name in names if any(_leaves(left, name) for left in listed)]}
 
 
+def shipped_patterns(path: Path, scheme: str, model: nn.Module) -> dict[str, list[str]]:
+    """`patterns_of` the ``config.json`` at `path` if its weights are shipped in that scheme; else nothing."""
+    config = config_in(path)
+    return patterns_of(config, scheme, model) if scheme_of(config, path) == scheme else {}
+
+
 def _leaves(left: str, name: str) -> bool:
     """Whether an entry of ``modules_to_not_convert`` leaves a module: by its end, or its beginning as a pattern."""
     return name.endswith(left) or re.match(rf"(?:{left})(?:(?<=\.)|(?=\.|$))", name) is not None

@@ -241,7 +241,8 @@ def test_a_missing_model_or_data_set_is_named(
 
 
 def test_adapters_have_a_learning_rate_of_their_own() -> None:
-    from elixir_moe.finetune.arguments import LEARNING_RATE, parse
+    from elixir_moe.finetune.arguments import parse
+    from elixir_moe.finetune.defaults import LEARNING_RATE
 
     common = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "out"]
     assert parse("sft", common).training.learning_rate == LEARNING_RATE["full"]
@@ -275,7 +276,7 @@ def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (
             ["--accumulation", "2", "--lora", "r=2,targets=q_proj,v_proj", "--quantize", "int8", "--gpus", "2"],
-            {"gradient_accumulation_steps": 2, "scheme": "int8", "lora_r": 2, "lora_alpha": 16},
+            {"gradient_accumulation_steps": 2, "scheme": "int8", "lora_r": 2, "lora_alpha": 32},
         ),
         (
             ["--budget", "1 MiB", "--ram", "1 MiB", "--ram-reserve", "0", "--disk-size", "1 TB"],

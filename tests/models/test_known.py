@@ -90,7 +90,7 @@ def test_a_near_miss_gets_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, meant in {
         "qwen3-30b-a3": "Qwen/Qwen3-30B-A3B",
         "gpt-oss": "openai/gpt-oss-20b",
-        "Qwen/Qwen3-7B": "Qwen/Qwen3-4B",
+        "Qwen/Qwen3-30B-A4B": "Qwen/Qwen3-30B-A3B",
         "op-13b": "opt-13b",
     }.items():
         with pytest.raises(ConfigError, match=rf"{asked}'.*did you mean '{meant}'\?"):

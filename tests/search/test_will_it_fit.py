@@ -315,7 +315,7 @@ def test_a_template_is_a_hardware_file_with_every_key(tmp_path: Path, capsys: py
 
 def test_words_of_adapters() -> None:
     assert Lora.parse("r=16,targets=all-linear,experts") == Lora(r=16, targets=("all-linear", "experts"))
-    assert Lora.parse("r=8") == Lora(r=8, targets=("all-linear",))
+    assert Lora.parse("r=8") == Lora(r=8) and Lora.parse("") == Lora()
     assert Lora.parse("targets=q_proj,v_proj, r=8") == Lora(r=8, targets=("q_proj", "v_proj"))
     assert Lora.parse("experts, alpha=32, lm_head") == Lora(alpha=32, targets=("experts", "lm_head"))
     assert Lora.parse("parameters=a.weight,b.weight") == Lora(parameters=("a.weight", "b.weight"))
