@@ -12,6 +12,7 @@ from typing import Any
 
 from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.cli.arguments import LARGEST, UNQUANTIZED
+from elixir_moe.cli.figures import Figures, memory_lines, speed_lines
 from elixir_moe.cli.tasks import DTYPES, named, quantized_as, reserve_of, task_of
 from elixir_moe.errors import PlanError
 from elixir_moe.finetune.defaults import SFT
@@ -94,7 +95,10 @@ def answered(asked: Asked) -> Answer:
         helps.append(f"Tiles would need less device memory, but {asked.untiled}.")
     lines = [_question(asked), *_memory(asked), *helps, *_speed(asked), *further]
     lines.append(_error(asked.task.hardware, asked.task.gpus))
-    command = None if asked.choice is None else _sft(asked, asked.choice)
+    command = None
+    if asked.choice is not None:
+        on_disk = bool(asked.choice.plan.disk_chunks)
+        command = sft_words(asked.known, asked.given, asked.task, tiles=asked.tiles, disk=on_disk)
     if asked.choice is not None:
         lines.append(f"To paste: {_to_paste(asked, asked.choice)}")
         lines += [] if command is None else [f"By command: {' '.join(command)}"]
@@ -102,42 +106,53 @@ def answered(asked: Asked) -> Answer:
 
 
 def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) -> Iterator[str]:
-    choice, task, hardware = asked.choice, asked.task, asked.task.hardware
-    assumed = "" if "cpu_bytes" not in hardware.of_origin("assumed") else " (assumed, say --ram)"
-    machine = f"{task.gpus} x {hardware.name}, {_gib(hardware.cpu_bytes)} of host memory{assumed}"
-    if choice is None:
-        yield from _wrapped(f"{asked.given.name} does not fit on {machine}: {asked.reason}.")
+    yield from assumed_lines(asked.known, asked.task.hardware)
+    where = f"{asked.task.gpus} x {asked.task.hardware.name}"
+    if asked.choice is None:
+        yield from _wrapped(f"{asked.given.name}, {way_of(asked.known)}: does not fit on {where}.")
+        lacks, _, changes = asked.reason.partition(": ")[2].partition("; ")
+        smallest, *others = changes.split(", or ")
+        yield from _wrapped(f"  lacks   {lacks}", "          ")
+        yield from _wrapped(f"Smallest change: {smallest}." + "".join(f" Or {other}." for other in others))
         for each in helps:
             yield from _wrapped(each)
         return
-    yield from _wrapped(f"{asked.given.name} fits on {machine}.")
-    ranks = min(task.gpus, hardware.gpus_per_node)
-    device, host = choice.task.held_bytes(choice.size)
-    peak, host = cost.device_peak(choice.task.profile, device, task.imbalance), host + choice.task.kept_bytes
-    seconds, size = choice.seconds, choice.size
-    if hardware.one_memory:
-        yield f"  memory  {_gib(peak + host)} of the {_gib(task.capacity_bytes)} that GPU and host share"
-    else:
-        yield f"  VRAM    {_gib(peak)} of {_gib(task.capacity_bytes)} on each GPU"
-        yield f"  RAM     {_gib(host * ranks)} of {_gib(task.host_bytes * ranks)} on a host, which leaves a reserve"
-    if size.disk_bytes:
-        yield f"  disk    {_gib(size.disk_bytes * ranks)} of a host's disk"
-    trust = "" if hardware.mean_error is not None else ", by assumed figures (--details)"
-    yield f"  speed   {seconds_text(seconds.step)} a step, {tokens_per_second(choice):,.0f} tokens/s{trust}"
-    parts = {"compute": seconds.compute, "to the GPU": seconds.fetch, "from the GPU": seconds.offload}
-    parts |= {"between GPUs": seconds.exposed, "updates": _updates(choice)}
-    shown = [f"{name} {seconds_text(value)}" for name, value in parts.items() if value > _WORTH * seconds.step]
-    yield from _wrapped(f"  of it   {', '.join(shown)}", "          ")
+    yield from _wrapped(f"{asked.given.name}, {way_of(asked.known)}: fits on {where}.")
+    figures = Figures.of_choice(asked.choice)
+    yield from memory_lines(figures)
+    yield from speed_lines(figures)
+    yield from run_lines(command)
+    if command is None:
+        yield "In a script:"
+        for line in _to_paste(asked, asked.choice).split("; then: "):
+            yield from _wrapped(line, "      ", first="  ")
+
+
+def way_of(known: argparse.Namespace) -> str:
+    """The way to train, in a few words."""
+    if known.lora is None:
+        return "all weights trained" if known.freeze is None else f"{known.freeze} frozen"
+    scheme = quantized_as(known)
+    return f"{Lora.parse(known.lora)}{f', frozen weights in {scheme}' if scheme else ''}"
+
+
+def assumed_lines(known: argparse.Namespace, hardware: Hardware) -> Iterator[str]:
+    """What the answer stands on that nobody has said."""
+    assumed = hardware.of_origin("assumed")
+    said = [f"{hardware.cpu_bytes / 2**30:,.0f} GiB of RAM (--ram)"] if "cpu_bytes" in assumed else []
+    said += ["no disk (--disk-size)"] if hardware.disk_bytes is None else []
+    said += [f"{known.batch} rows of each GPU (--batch)"] if "batch" in known.assumed else []
+    said += [f"{known.seq:,} tokens a row (--seq)"] if "seq" in known.assumed else []
+    said += ["rates of links and of Adam (--details)"] if {*assumed} - {"cpu_bytes"} else []
+    if said:
+        yield from _wrapped(f"Assumed: {', '.join(said)}.", "  ")
+
+
+def run_lines(command: Sequence[str] | None) -> Iterator[str]:
+    """The command that trains."""
     if command is not None:
-        yield "By command:"
+        yield "Run:"
         yield from _continued(command)
-    yield "In a script:"
-    for line in _to_paste(asked, choice).split("; then: "):
-        yield from _wrapped(line, "      ", first="  ")
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
 
 
 def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
@@ -166,9 +181,10 @@ def _to_paste(asked: Asked, choice: Choice) -> str:
     return packed + tiles + wrap_line(choice.plan, asked.known.dtype)
 
 
-def _sft(asked: Asked, choice: Choice) -> list[str] | None:
+def sft_words(
+    known: argparse.Namespace, given: Planned, task: Task, *, tiles: str | None, disk: bool
+) -> list[str] | None:
     """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
-    known, task = asked.known, asked.task
     unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or known.loss == "whole"
     if named(known).config is None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
@@ -180,9 +196,9 @@ def _sft(asked: Asked, choice: Choice) -> list[str] | None:
         said |= {"quantize": quantized_as(known)}
     said |= {"max_length": known.seq, "per_device_train_batch_size": known.batch}
     said |= {"gradient_accumulation_steps": known.accumulation, "bf16": known.dtype == "bf16"}
-    recomputed = known.checkpointing == "layers" and asked.given.model.supports_gradient_checkpointing
-    said |= {"gradient_checkpointing": recomputed, "tile": asked.tiles, "plan_budget": known.budget}
-    said |= {"plan_disk": "DISK" if choice.plan.disk_chunks else None}
+    recomputed = known.checkpointing == "layers" and given.model.supports_gradient_checkpointing
+    said |= {"gradient_checkpointing": recomputed, "tile": tiles, "plan_budget": known.budget}
+    said |= {"plan_disk": "DISK" if disk else None}
     kept = {"plan_master": known.master, "plan_moments": known.moments}
     said |= {name: None if value == "fp32" else value for name, value in kept.items()}
     words = ["elixir-moe sft"]

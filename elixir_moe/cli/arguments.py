@@ -229,6 +229,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--moments", type=short_dtype, choices=get_args(Moments), default="fp32", help="how Adam's moments are kept"
     )
+    verb.add_argument("--quick", action="store_true", help="by formulas, in seconds: no trace and no search")
     verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
     verb.add_argument(
         "--thorough",

@@ -7,7 +7,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
 from elixir_moe.chunks.plan import Tier, seconds_text, size_text
 from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
+from elixir_moe.cli.figures import Figures, recommended, words_of
 from elixir_moe.cli.largest import run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
@@ -31,6 +32,7 @@ from elixir_moe.cli.tasks import (
     reserve_of,
     task_of,
 )
+from elixir_moe.cli.ways import compares_ways, run_ways, ways_lines
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.finetune.defaults import SFT
 from elixir_moe.models.presets import Planned
@@ -64,12 +66,21 @@ def run(known: argparse.Namespace) -> int:
     hardware = _machine(known)
     hardware.links(known.gpus)
     reserve_of(known, hardware)
-    _import_compiler()
     if known.largest is not None:
+        _import_compiler()
         return run_largest(known, hardware)
+    known.assumed = [name for name in ("batch", "seq") if getattr(known, name) is None]
     known.batch = known.batch or SFT["per_device_train_batch_size"]
     known.seq = known.seq or SFT["max_length"]
+    if known.quick or compares_ways(known):
+        return run_ways(known, hardware, _exact)
+    return _exact(known, hardware, {})
+
+
+def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Figures]) -> int:
+    """The answer by a trace and a search, below the figures of `ways` to train, of which it is the recommended one."""
     started = time.perf_counter()
+    _import_compiler()
     with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("building the model without data") as tell:
         asked, searched = _searched(known, hardware, mesh, tell)
         tell("searching what would help, and how far it reaches" if known.thorough else "searching what would help")
@@ -80,6 +91,12 @@ def run(known: argparse.Namespace) -> int:
     report["answer"] = list(answer.sentences)
     if known.compare:
         report["compare"] = list(_compare(task, choice))
+    if ways:
+        best = recommended(ways)
+        ways = {**ways, best: ways[best] if choice is None else Figures.of_choice(choice)}
+        report["ways"] = words_of(ways)
+        if not known.json:
+            print("\n".join(ways_lines(known, hardware, ways, best)))
     print(json.dumps(report) if known.json else _as_text(known, report, answer, asked))
     return 0 if choice is not None else 2
 

@@ -30,6 +30,7 @@ from elixir_moe.models.presets import Planned
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.quantized.convert import quantize
 from elixir_moe.search.hardware import Hardware
+from elixir_moe.search.profile import Profile
 from elixir_moe.search.solve import Task
 from elixir_moe.search.trace import trace
 from elixir_moe.setup.checks import check_adapted_bytes
@@ -178,7 +179,6 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
     precision = Precision(master=known.master, moments=known.moments)
     if precision.is_narrow and known.optimizer not in ("adam", "adamw"):
         raise ConfigError(f"--master and --moments are for adam and adamw, not for --optimizer {known.optimizer}")
-    adam = known.optimizer in ("adam", "adamw")
     profile = trace(
         given.model,
         given.step,
@@ -188,6 +188,12 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         precision=precision,
         tokens=batch * seq,
     )
+    return machine_task(known, hardware, profile)
+
+
+def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile) -> Task:
+    """The planning problem of a step with this profile on the machine."""
+    adam = known.optimizer in ("adam", "adamw")
     reserved = reserve_of(known, hardware) // min(known.gpus, hardware.gpus_per_node)
     host_bytes = hardware.host_bytes_per_rank(known.gpus) - reserved
     capacity_bytes = machine_bytes("--budget", known.budget) or hardware.gpu_bytes
