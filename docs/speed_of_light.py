@@ -86,7 +86,7 @@ class Machine:
     @property
     def words(self) -> list[str]:
         """The arguments of `elixir-moe plan`."""
-        memory = [] if self.ram is None else ["--host-memory", self.ram]
+        memory = [] if self.ram is None else ["--ram", self.ram]
         return ["--gpu", self.gpu, "--gpus", str(self.gpus), *memory, "--disk-size", f"{DISK_BYTES // 10**12} TB"]
 
     @property
@@ -184,7 +184,7 @@ def asked(model: str, way: str, batch: int, machine: Machine, folder: Path) -> a
     """The arguments of `elixir-moe plan` for one prediction; a config.json is written into the folder."""
     path = folder / f"{model}.json"
     path.write_text(json.dumps(MODELS[model]))
-    words = ["--hf", str(path), *machine.words, "--batch", str(batch), "--seq", str(SEQ), "--loss", "fused"]
+    words = [str(path), *machine.words, "--batch", str(batch), "--seq", str(SEQ), "--loss", "fused"]
     if way != "full":
         words += ["--lora", "r=16,targets=all-linear" + (",experts" if is_mixture(model) else "")]
         words += ["--quantize", "none" if way == "LoRA" else "mxfp4" if model.startswith("gpt-oss") else "nf4"]

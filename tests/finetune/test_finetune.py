@@ -270,7 +270,7 @@ def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None
     ("asked", "wanted"),
     [
         pytest.param(
-            ["--batch", "2", "--checkpointing", "none", "--dtype", "fp32"],
+            ["--full", "--batch", "2", "--checkpointing", "none", "--dtype", "fp32"],
             {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2},
             marks=pytest.mark.slow,
         ),
@@ -279,10 +279,10 @@ def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None
             {"gradient_accumulation_steps": 2, "scheme": "int8", "lora_r": 2, "lora_alpha": 32},
         ),
         (
-            ["--budget", "1 MiB", "--ram", "1 MiB", "--ram-reserve", "0", "--disk-size", "1 TB"],
+            ["--full", "--budget", "1 MiB", "--ram", "1 MiB", "--ram-reserve", "0", "--disk-size", "1 TB"],
             {"budget": "1 MiB"},
         ),
-        (["--moments", "int8", "--master", "bf16"], {"moments": "int8", "master": "bf16"}),
+        (["--full", "--moments", "int8", "--master", "bf16"], {"moments": "int8", "master": "bf16"}),
     ],
     ids=["kept activations", "adapters", "disk", "narrow state"],
 )

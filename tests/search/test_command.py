@@ -93,7 +93,7 @@ def test_what_cannot_fit_is_an_answer_and_no_success(capsys: pytest.CaptureFixtu
 def test_a_hugging_face_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
-    found = said(capsys, *PLAN, str(path), "--gpus", "2", "--batch", "1")
+    found = said(capsys, *PLAN, str(path), "--full", "--gpus", "2", "--batch", "1")
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64
     assert found["parameters"] == 6 * layer + 2 * 128 * 64 + 64 and found["host_chunks"] == 0
 
@@ -229,6 +229,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         "--hardware",
         "here",
         str(folder / "config.json"),
+        "--full",
         "--gpus",
         "2",
         "--batch",
@@ -307,5 +308,5 @@ def test_a_config_that_is_wrong_says_how(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **change}))
-    assert main([*PLAN, str(tmp_path), "--gpus", "2", "--batch", "1"]) == 2
+    assert main([*PLAN, str(tmp_path), "--full", "--gpus", "2", "--batch", "1"]) == 2
     assert message in capsys.readouterr().err

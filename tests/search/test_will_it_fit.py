@@ -61,9 +61,15 @@ def mixture(tmp_path: Path) -> str:
     return str(path)
 
 
+def in_full(*arguments: str) -> list[str]:
+    """The arguments, with one row and all weights where they say nothing else."""
+    way = [] if {"--lora", "--qlora", "--freeze"} & {*arguments} else ["--full"]
+    return [*arguments, *way, *(["--batch", "1"] if "--batch" not in arguments else [])]
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int | None = 0) -> dict[str, Any]:
     """The answer as JSON; `code` None takes one that fits and one that does not."""
-    exit_code = main(["plan", *arguments, "--json"])
+    exit_code = main(["plan", *in_full(*arguments), "--json"])
     assert exit_code in (0, 2) if code is None else exit_code == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -361,12 +367,12 @@ def test_narrow_state_is_planned_and_pasted(mixture: str, capsys: pytest.Capture
     assert rows[True]["numel"] > rows[False]["numel"]
     with_disk = said(capsys, *asked, "--moments", "int8", "--disk-size", "1 TB")
     assert with_disk["feasible"] and with_disk["plan"]["moments"] == "int8"
-    assert main(["plan", *asked, "--moments", "int8", "--optimizer", "sgd"]) == 2
+    assert main(["plan", *in_full(*asked), "--moments", "int8", "--optimizer", "sgd"]) == 2
     assert "--moments" in capsys.readouterr().err
 
 
 def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", mixture, "--gpu", "rtx-4090", "--seq", "64"]
+    asked = ["plan", *in_full(mixture, "--gpu", "rtx-4090", "--seq", "64")]
     assert main(asked) == 0
     told = capsys.readouterr().out
     assert all(
@@ -375,13 +381,14 @@ def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.Captu
     found = said(capsys, *asked[1:])
     command = line(found, "By command: elixir-moe sft --model_name_or_path").removeprefix("By command: ")
     predicted = found["predicted"]
+    ram = gpus.machine("rtx-4090", 1).cpu_bytes / 2**30
     for part in (
+        f"Assumed: {ram:.0f} GiB of RAM (--ram), no disk",
         "fits on 1 x rtx-4090",
-        f"speed {seconds_text(predicted['step_seconds'])} a step, {predicted['tokens_per_second']:,.0f} tokens/s",
-        f"VRAM {predicted['device_peak_bytes'] / 2**30:.1f} GiB of",
-        f"RAM {predicted['host_bytes_per_rank'] / 2**30:.1f} GiB of",
-        f"By command: {command}",
-        f"In a script: {line(found, 'To paste').removeprefix('To paste: ')}",
+        f"step {seconds_text(predicted['step_seconds'])}, {predicted['tokens_per_second']:,.0f} tokens/s in all",
+        f"VRAM {predicted['device_peak_bytes'] / 2**30:.1f} of",
+        f"RAM {predicted['host_bytes_per_rank'] / 2**30:.1f} of",
+        f"Run: {command}",
     ):
         assert part in " ".join(told.replace("\\\n", " ").split()), part
     for other in (["--optimizer", "sgd"], ["--freeze", "*norm*"]):
@@ -404,7 +411,7 @@ def test_a_disk_that_makes_it_fit_is_named(mixture: str, capsys: pytest.CaptureF
     assert told is not None and not any("No sequence length" in sentence for sentence in short["answer"])
     found = said(capsys, *asked, "--ram", "40 MiB", "--disk-size", told[1])
     assert seconds_text(found["predicted"]["step_seconds"]) == told[2]
-    assert main(["plan", *asked, "--ram", "40 MiB"]) == 2
+    assert main(["plan", *in_full(*asked), "--ram", "40 MiB"]) == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit" in shown and told[0] in shown
     without = said(capsys, *asked, "--ram", "40 MiB", "--optimizer", "adamw-amsgrad", code=2)
