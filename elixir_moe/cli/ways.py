@@ -20,7 +20,11 @@ from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.quick import USUAL_ERROR, quick, step_of
 from elixir_moe.train.waiting import Waits
 
-WAYS = {"full": {"full": True}, "LoRA": {"lora": "", "quantize": "none"}, "QLoRA": {"qlora": ""}}
+WAYS: Mapping[str, Mapping[str, object]] = {
+    "full": {"full": True},
+    "LoRA": {"lora": "", "quantize": "none"},
+    "QLoRA": {"qlora": ""},
+}
 """{way to train: the arguments that ask for it}."""
 _OF_A_WAY = ("full", "lora", "qlora", "quantize", "freeze", "compare", "largest")
 Exact = Callable[[argparse.Namespace, Hardware, Mapping[str, Figures]], int]

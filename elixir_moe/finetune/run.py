@@ -312,7 +312,7 @@ def _model(given: Arguments, folder: str) -> nn.Module:
         # Adapters name their base, by which others find it. TRL reads a reference model from there, in this revision.
         named = words.use_peft and not Path(words.model_name_or_path).is_dir()
         model.name_or_path = model.config._name_or_path = words.model_name_or_path if named else folder
-        adapters = trl.get_peft_config(words)
+        adapters: Any = trl.get_peft_config(words)
         if adapters is not None:
             model.requires_grad_(False)
             if given.scheme is not None:

@@ -98,7 +98,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
     layers = _layers(model)
     products = 0.0
     groups: dict[str, list[int]] = {}
-    trained = frozen_bytes = decoded = 0
+    trained, frozen_bytes, decoded = 0, 0, 0.0
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     for name, p, layer in _parameters(model, layers):
         numel, wide = behind.get(p, logical_numel(p)), p.is_floating_point()
