@@ -16,7 +16,8 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -196,7 +197,34 @@ def lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
             f"{path} cannot be locked (flock: {error.strerror}), and without a lock two processes could write there: "
             f"mount its file system with locks (Lustre: -o flock), or name a directory on another one"
         ) from error
+    _locked_files()[descriptor] = _identity(descriptor)
     return True
+
+
+@cache  # one hook is enough
+def _locked_files() -> dict[int, tuple[int, int]]:
+    """{descriptor: file} of this process's locks; some may be closed by now.
+
+    A lock lives as long as any copy of its descriptor. Forked processes, such as the workers of a data loader, close
+    theirs, so that the lock ends with the process that took it.
+    """
+    files: dict[int, tuple[int, int]] = {}
+
+    def close_copies() -> None:
+        for descriptor, file in files.items():
+            with suppress(OSError):
+                if _identity(descriptor) == file:  # a closed one may be another file's by now
+                    os.close(descriptor)
+        files.clear()
+
+    os.register_at_fork(after_in_child=close_copies)
+    return files
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    """Which file an open one is."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def sync_directory(path: Path) -> None:

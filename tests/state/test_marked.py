@@ -199,3 +199,25 @@ def test_a_file_system_without_locks_is_named(
     assert main(["report", "--json", str(tmp_path)]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
     assert told["state"].endswith("its file system has no locks, which would tell")
+
+
+def test_a_lock_ends_with_its_process_though_forked_workers_live(tmp_path: Path) -> None:
+    """A worker of a data loader outlives a killed rank for some seconds."""
+    half = partial_of(tmp_path / "step-1")
+    (ready, tell), (wait, end) = os.pipe(), os.pipe()
+    if (maker := os.fork()) == 0:
+        try:
+            folder = MarkedFolder(half)
+            if os.fork() == 0:
+                os.close(end)
+                os.write(tell, b"x")
+                os.read(wait, 1)
+        finally:
+            os._exit(0 if folder else 1)
+    os.waitpid(maker, 0)
+    os.read(ready, 1)
+    try:
+        assert collect(tmp_path) == [half]
+    finally:
+        for descriptor in (ready, tell, wait, end):
+            os.close(descriptor)
