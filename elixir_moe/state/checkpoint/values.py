@@ -5,7 +5,7 @@ counters, tensors and arrays. A value comes back as one of the same class, or is
 except those with a tag. Of a tensor's subclass the plain tensor comes back.
 
     unchanged      None, bool, int, finite float, str, list, dict with str keys
-    tagged         {"$tuple": [...]}  {"$size": [...]}  {"$float": "nan"}  {"$bytes": base64}
+    tagged         {"$tuple": [...]}  {"$size": [...]}  {"$float": "nan"}  {"$bytes": base64}  {"$bytearray": base64}
                    {"$dict": [[key, value], ...]}  {"$ordered": [[key, value], ...]}  {"$counter": [[key, count], ...]}
                    {"$tensor": [dtype, shape, base64]}  {"$array": [dtype, shape, base64]}  {"$scalar": [dtype, base64]}
 """
@@ -14,6 +14,7 @@ import base64
 import binascii
 import math
 from collections import Counter, OrderedDict
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ def encode(value: Any, where: str) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
-    if kind is bytes:
-        return {"$bytes": _text(value)}
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": _text(value)}
     if kind is torch.Size:
         return {"$size": list(value)}
     if kind in (list, tuple):
@@ -56,8 +57,21 @@ def encode(value: Any, where: str) -> Any:
         return {"$array": [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]}
     raise CheckpointError(
         f"{where} is a {kind.__name__}: a checkpoint holds None, numbers, texts, bytes, lists, tuples, dicts, tensors "
-        f"and arrays; of an object save its state_dict(), and of another kind of dict, tuple or number the plain one"
+        f"and arrays; {_instead(value)}"
     )
+
+
+_PLAIN = (int, float, str, bytes, list, tuple, dict)
+
+
+def _instead(value: Any) -> str:
+    """What to save instead of a value of another class, whose meaning a checkpoint would lose."""
+    if isinstance(value, Enum):
+        return f"save its value, {type(value).__name__}(...) makes it again"
+    for plain in _PLAIN:
+        if isinstance(value, plain):
+            return f"save {plain.__name__}(...) of it, the plain one"
+    return "of an object save its state_dict()"
 
 
 def decode(value: Any, where: str) -> Any:
@@ -87,6 +101,8 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
             return _FLOATS[content]
         case "$bytes":
             return _bytes(content)
+        case "$bytearray":
+            return bytearray(_bytes(content))
         case "$tensor":
             name, shape, text = content
             data = (
@@ -113,7 +129,7 @@ def _numbers(name: Any) -> "np.dtype[Any]":
     return dtype
 
 
-def _text(data: bytes) -> str:
+def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
