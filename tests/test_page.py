@@ -161,14 +161,27 @@ def test_the_page_of_a_run_draws_what_the_files_hold(
     assert ["model.d_model", "64"] in rows(cards["Settings"])
 
 
-def test_each_step_is_held_against_its_own_plan(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    own = [
-        record(step) | {"planned_bytes": {"host": {"shards": (20 if step <= 10 else 12) << 20}}} for step in (9, 10, 11)
+def test_records_of_any_trainer_have_a_page_and_each_step_its_own_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}\n")
+    about = {
+        "command": "elixir-moe sft ...",
+        "model": "Qwen/Qwen3-8B",
+        "data": "trl-lib/Capybara",
+        "adapters": "rank 8",
+    }
+    (tmp_path / "about.json").write_text(json.dumps(about))
+    lacking = {"grad_norm": None, "tokens_per_second": None, "tokens_per_expert": {}, "held_bytes": {"host": 9 << 20}}
+    lines = [
+        {"step": step, "loss": 2.0, "val_loss": loss, "planned_bytes": {"host": planned << 20}} | lacking
+        for step, loss, planned in ((9, None, 20), (10, 3.0, 20), (11, None, 12))
     ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in own))
-    planned = drawn(cards_of(page_of(run))["RAM of rank 0 (MiB)"], "planned")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cards = cards_of(page_of(tmp_path))
+    assert [name for name, card in cards.items() if card.find("svg") is not None] == ["Loss", "RAM of rank 0 (MiB)"]
+    planned = drawn(cards["RAM of rank 0 (MiB)"], "planned")
     assert planned == pytest.approx(np.array([(9, 20), (10, 20), (11, 12)]), abs=0.05)
+    said = rows(cards["This run"])
+    assert said[1:4] == [list(item) for item in [*about.items()][1:]] and said[-1] == ["command", about["command"]]
 
 
 def test_the_page_of_a_run_has_the_table_of_the_terminal(

@@ -64,7 +64,7 @@ border-bottom:1px solid var(--grid)}.elixir th{font-size:.8rem;color:var(--quiet
 .elixir td.number{white-space:nowrap}
 .elixir td.number,.elixir th.number{text-align:right;font-variant-numeric:tabular-nums}
 @media (max-width:30rem){.elixir table{font-size:.78rem}.elixir th{font-size:.74rem}
-.elixir th,.elixir td{padding-right:.4rem}}
+.elixir th,.elixir td{padding-right:.4rem}.elixir td.number{white-space:normal}}
 .elixir pre{white-space:pre-wrap;font-size:.82rem;margin:0}
 @media print{.elixir{background:none;padding:0;color-scheme:light;
 print-color-adjust:exact;-webkit-print-color-adjust:exact}.elixir .cards{columns:2}}

@@ -185,7 +185,7 @@ def story(directory: Path) -> Story:
         spans=timeline.get("spans", []),
         profiled_step=timeline.get("step", 0),
         about=_about(directory),
-        settings=dict(_flat(settings.read_yaml(directory / "config.yaml"))),
+        settings={k: v for k, v in _flat(settings.read_yaml(directory / "config.yaml")) if k != "run.out"},
     )
 
 
@@ -197,7 +197,7 @@ def _about(directory: Path) -> dict[str, str]:
     for key, name in (("begun", "config.yaml"), ("last record", "metrics.jsonl")):
         if key not in found and (directory / name).is_file():
             found[key] = f"{datetime.fromtimestamp((directory / name).stat().st_mtime):%Y-%m-%d %H:%M}"
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[0] == "command"))  # the longest comes last
 
 
 def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

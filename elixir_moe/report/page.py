@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elixir_moe.chunks.plan import seconds_text, size_text
 from elixir_moe.page import document, model
-from elixir_moe.page.document import SERIES, card
+from elixir_moe.page.document import SERIES
 from elixir_moe.report import figures, history, picture
 from elixir_moe.report.figures import Series, Span, number_text
 from elixir_moe.report.history import Story
@@ -32,30 +32,30 @@ Card = tuple[str, str]
 
 def page(stories: Sequence[Story]) -> str:
     """The page of runs, as an HTML document."""
-    names, several = ", ".join(story.account["run"] for story in stories), len(stories) > 1
-    top = document.heading(names, "" if several else _state(stories[0]))
-    top += "" if several else document.tiles(_tiles(stories[0]))
-    drawn = [] if several else [_about(stories[0])]
-    drawn.append(losses(stories))
-    drawn += [_over_steps(stories, *what) for what in (("Learning rate", "lr"), ("Gradient norm", "grad_norm"))]
-    drawn.append(speeds(stories))
-    for story in stories:
-        run = f"{story.account['run']}: " if several else ""
-        mine = [
-            *[_about(story)] * several,
-            *memory(story),
-            *_layers(story),
-            *_timeline(story),
-            *experts(story),
-            *_tables(story),
-        ]
-        drawn += [(run + title, inside) for title, inside in mine]
-    drawn.append(("In figures", _figures(stories)))
-    whole = document.cards(card(title, [inside]) for title, inside in drawn)
-    wide = [
-        card(f"{story.account['run']}: " * several + "Distributions of outputs", [_outputs(story)]) for story in stories
-    ]
-    return document.page(names, [top, whole, *wide])
+    names = ", ".join(story.account["run"] for story in stories)
+    compared = [losses(stories), _over_steps(stories, "Learning rate", "lr")]
+    compared += [_over_steps(stories, "Gradient norm", "grad_norm"), speeds(stories)]
+    table, outputs = ("In figures", _figures(stories)), "Distributions of outputs"
+    if len(stories) == 1:
+        (story,) = stories
+        top = document.heading(names, _state(story)) + document.tiles(_tiles(story))
+        drawn, wide = [_about(story), *compared, *_of_one(story), table], [(outputs, _outputs(story))]
+    else:
+        top, drawn, wide = document.heading(names) + _framed(table), compared, []
+        for story in stories:
+            run = story.account["run"]
+            drawn += [(f"{run}: {title}", inside) for title, inside in (_about(story), *_of_one(story))]
+            wide.append((f"{run}: {outputs}", _outputs(story)))
+    return document.page(names, [top, document.cards(map(_framed, drawn)), *map(_framed, wide)])
+
+
+def _of_one(story: Story) -> list[Card]:
+    return [*memory(story), *_layers(story), *_timeline(story), *experts(story), *_tables(story)]
+
+
+def _framed(found: Card) -> str:
+    title, inside = found
+    return document.card(title, [inside])
 
 
 def losses(stories: Sequence[Story]) -> Card:
@@ -245,7 +245,7 @@ def _tables(story: Story) -> list[Card]:
             cell = text(measured) if history.is_number(measured) else "-"
             rows.append([name.replace("_", " "), text(expected), cell])
     events = [[str(e["step"]), str(e["kind"]), str(e["text"])] for e in story.account["events"]]
-    plan = {key: value for key, value in (story.account["plan"] or {}).items() if not isinstance(value, dict)}
+    plan = {key: value for key, value in (story.account["plan"] or {}).items() if value is not None}
     return [
         ("Predicted and measured", document.table(["", "predicted", "measured"], rows)),
         ("Events", document.table(["step", "event", "what"], events, numbers=False)),
