@@ -99,7 +99,7 @@ def account(directory: Path) -> dict[str, Any]:
     """
     if not is_run(directory):
         raise ConfigError(
-            f"{str(directory)!r} is not the directory of a run (it has no config.yaml): name one that `train` "
+            f"{str(directory)!r} is not the directory of a run (it has no config.yaml): name one that `train` or `sft` "
             f"has written"
         )
     names = ("status.json", "summary.json", "plan.json")
