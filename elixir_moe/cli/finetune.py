@@ -76,7 +76,10 @@ def run(known: argparse.Namespace) -> int:
         print(json.dumps({"output_dir": folder, "log": trainer.state.log_history}))
     elif shown:
         what = "the adapters are" if given.model.use_peft else "the model is"
-        print(f"Trained: {what} in {folder}, for {'PeftModel.' if given.model.use_peft else ''}from_pretrained.")
+        print(
+            f"Trained: {what} in {folder}, for {'PeftModel.' if given.model.use_peft else ''}from_pretrained.\n"
+            f"  {launch.program()} report {shlex.quote(folder)}  # losses, speed and memory; --html FILE draws them"
+        )
     return 0
 
 

@@ -25,7 +25,7 @@ from elixir_moe.inspect import inspect
 from elixir_moe.integrations.steps import GoBack, StepCallback
 from elixir_moe.integrations.transformers import APART, lacking
 from elixir_moe.report.directory import CONTROL, FILES, LOCK, Claim
-from elixir_moe.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes
+from elixir_moe.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes, totals
 from elixir_moe.report.timeline import recorded
 from elixir_moe.state.marked import is_marked
 from elixir_moe.state.wrapped import require_wrapped
@@ -335,7 +335,7 @@ class Records(StepCallback):
             return
         found = inspect(model)
         facts = found.facts(args.gradient_accumulation_steps)
-        self._planned = {tier: sum(kinds.values()) for tier, kinds in facts["planned_bytes"].items()}
+        self._planned = totals(facts["planned_bytes"])
         if self._files is not None:  # the run has gone back
             self._files.go_back(state.global_step)
             return

@@ -92,10 +92,15 @@ def process_bytes(device: torch.device) -> dict[str, int]:
     return found | ({"device": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {})
 
 
+def totals(planned_bytes: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """The bytes of a plan by tier, of all kinds."""
+    return {tier: sum(kinds.values()) for tier, kinds in planned_bytes.items()}
+
+
 def planned_text(planned_bytes: Mapping[str, Mapping[str, int]]) -> str:
     """The bytes of a plan by tier, in words."""
-    held = {tier: sum(kinds.values()) for tier, kinds in planned_bytes.items()}
-    there = ", ".join(f"{size_text(nbytes)} {_WHERE[tier]}" for tier, nbytes in held.items() if nbytes)
+    held = totals(planned_bytes).items()
+    there = ", ".join(f"{size_text(nbytes)} {_WHERE[tier]}" for tier, nbytes in held if nbytes)
     return f"{there} for weights, gradients and optimizer state"
 
 

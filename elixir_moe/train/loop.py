@@ -33,7 +33,7 @@ from elixir_moe.inspect import inspect
 from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.report.directory import CONTROL, Claim
-from elixir_moe.report.records import StepRecord, Summary, process_bytes
+from elixir_moe.report.records import StepRecord, Summary, process_bytes, totals
 from elixir_moe.report.timeline import recorded
 from elixir_moe.state.full import full_state_dict
 from elixir_moe.torch_private import default_store
@@ -243,6 +243,8 @@ class Loop:
         """The measured time of a step has been told."""
         self._seconds = 0.0
         self._first = 0
+        self._planned: dict[str, int] = {}
+        """Bytes that the plan foresees on rank 0, by tier."""
 
     # -------------------------------------------------------------------------------------------------- start and end
 
@@ -269,10 +271,13 @@ class Loop:
             self.keeper.move_apart(0)
         self._first = self.training.progress.step
         if self.report is not None:
-            for line in self.training.description():
+            lines = list(self.training.description())
+            for line in lines:
                 self.report.say(line)
+            self.report.about({line[:12].rstrip(): line[12:] for line in lines})
             found = inspect(self.training.model)
             facts = found.facts(self.training.progress.accumulation)
+            self._planned = totals(facts["planned_bytes"])
             changed = self.report.plan(found.rows, found.plan.to_json(), facts, found.plan.explanation)
             if found.prediction is not None:
                 self.report.say(f"time        {seconds_text(found.prediction.step_seconds)} a step, predicted")
@@ -375,6 +380,7 @@ class Loop:
                 tokens_per_expert=experts,
                 val_loss=training.evaluate() if due else None,
                 activations=activations,
+                planned_bytes=self._planned,
             )
         if self.report is not None:
             found = inspect(training.model).prediction

@@ -85,6 +85,10 @@ class Report:
         """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def about(self, words: Mapping[str, str]) -> None:
+        """Writes what the run is, in words."""
+        self._files.about(words)
+
     def plan(
         self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any], explanation: str
     ) -> str | None:

@@ -53,7 +53,9 @@ def test_a_nan_may_be_skipped_or_gone_back_from(door: str, policy: str, ranks: R
 @pytest.mark.fault(14)
 @both_doors
 def test_losses_that_stay_high_stop_the_run_with_its_state_apart(door: str, ranks: Ranks, tmp_path: Path) -> None:
-    found = DOORS[door](ranks(2), tmp_path, {3: "burst"}, 0, 2, {"window": "3", "patience": "2", "straggler_score": "1e6"})
+    found = DOORS[door](
+        ranks(2), tmp_path, {3: "burst"}, 0, 2, {"window": "3", "patience": "2", "straggler_score": "1e6"}
+    )
     assert found.exit_code == 3 and "the run diverges since step 4; step 5: the loss is" in found.reason
     assert [kind for kind, _ in found.events] == ["loss", "loss", "stopped"]
     assert found.checkpoints == [2, 4] and len(found.apart) == 1 and found.status["state"] == "failed"

@@ -306,6 +306,7 @@ def test_a_run_leaves_all_its_files(tiny_run: tuple[Path, subprocess.CompletedPr
     out, done = tiny_run
     names = [
         ".lock",
+        "about.json",
         "checkpoints",
         "config.yaml",
         "layout.json",
