@@ -477,7 +477,7 @@ def claimed(directory: Path) -> Claim:
         names = [] if is_marked(directory / LOCK) else [name for name in FILES if (directory / name).exists()]
         if names:
             raise ConfigError(
-                f"--output_dir {directory}: {names[0]} there is no record of elixir-moe, which would write its own: "
+                f"--output_dir {directory}: {names[0]} there was not written by elixir-moe, which would replace it: "
                 f"move it, or choose another folder"
             )
         return Claim(directory, name="--output_dir")

@@ -212,7 +212,7 @@ def _out_of_memory(
     where = f"out of memory in step {done + 1} on rank {rank}"
     if found is None:
         return OutOfMemory(
-            f"{where}: {first}. No smaller step fits beside what the plan holds on the device: give --plan auto or "
+            f"{where}: {first}. No smaller step fits with what the plan holds on the device: give --plan auto or "
             f"--plan offload, more GPUs, or adapters with --quantize nf4",
             None,
         )

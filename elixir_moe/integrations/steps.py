@@ -83,11 +83,13 @@ class Steps:
         self.norm: Any = 0.0
         """The norm of the step's gradients."""
         self._facts: StepFacts | None = None
+        self._step = -1
 
-    def begin(self) -> None:
-        """Begins a micro-batch; the first one after `facts` begins a step."""
-        if self._facts is not None or not self._losses:
+    def begin(self, step: int) -> None:
+        """Begins a micro-batch of a step, whose number counts from 0; another step begins behind `facts`, too."""
+        if self._facts is not None or step != self._step:
             self._losses, self._tokens, self.inputs, self._facts = [], [], [], None
+            self._step = step
             self._busy.start()
 
     def end(self, loss: torch.Tensor) -> None:

@@ -210,7 +210,7 @@ class ElixirMixin(_Trainer):
         self.accelerator.update_in_backward = self._updates_in_backward()
         watched = bool(self._step_callbacks)
         if watched:
-            self._steps.begin()
+            self._steps.begin(self.state.global_step)
         found: torch.Tensor = super().training_step(*args, **kwargs)
         if watched:
             self._steps.end(found)

@@ -12,6 +12,7 @@ import torch
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.finetune.smaller import Step, command_with, smaller, that_fits
+from elixir_moe.integrations.steps import Steps
 from elixir_moe.search import cost
 from tests.finetune.test_finetune import LORA, saved
 from tests.support.doors import DOORS, LR, STEPS, by_sft
@@ -215,3 +216,13 @@ def test_a_command_takes_other_values_however_they_were_given() -> None:
     assert shlex.join(command_with(words, changes)) == (
         "sft --bf16 true --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_length 32"
     )
+
+
+def test_inputs_of_a_step_are_kept_no_longer_than_the_step() -> None:
+    steps = Steps(None, torch.device("cpu"))
+    for step in (0, 0, 1, 1):  # nobody asks for the facts
+        steps.begin(step)
+        steps.see({"input_ids": torch.full((2, 3), step), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])})
+        steps.end(torch.tensor(1.0))
+    assert [int(inputs["input_ids"][0, 0]) for inputs in steps.inputs] == [1, 1]
+    assert [int(count) for count in steps._tokens] == [5, 5]
