@@ -17,6 +17,8 @@
 // which no code notices.
 #pragma once
 
+#include <limits>
+
 #include "narrow_kernel.hpp"
 #include "vectors.hpp"
 
@@ -42,8 +44,8 @@ inline typename V::I draw(const NarrowArrays& a, bool high, std::size_t i) {
     return word_of<typename V::I>(a, x + (a.first + static_cast<std::uint32_t>(i)));
 }
 
-/// The upper half of a float after random bits were added to the lower one. A NaN stays one: the lower half of what
-/// arithmetic makes of bf16 is 0.
+/// The upper half of a float after random bits were added to the lower one. A NaN stays one: gradients have the one of
+/// `one_nan`, and the lower half of what arithmetic makes of bf16 is 0.
 template <class V>
 inline typename V::I random_bfloat16(typename V::F x, typename V::I random) {
     return (std::bit_cast<typename V::I>(x) + random) >> 16;
@@ -212,12 +214,19 @@ inline void fetch_ahead(const void* array, std::size_t i, std::size_t bytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(address));
 }
 
+/// `x`, whose NaNs are all the same one: random bits that are added below another one's would overflow into zero.
+template <class V>
+inline typename V::F one_nan(typename V::F x) {
+    return x == x ? x : typename V::F{} + std::numeric_limits<float>::quiet_NaN();
+}
+
 /// Adam's arithmetic; returns sqrt(v).
 template <class V>
 inline typename V::F advance(const AdamConstants& c, typename V::F& p, typename V::F& m, typename V::F& v,
                              typename V::F g) {
     g = g * c.grad_scale;
     if (c.l2_decay != 0.0f) g = g + p * c.l2_decay;
+    g = one_nan<V>(g);
     p = p * c.shrink;
     m = (c.lerp_from_avg ? m : g) + c.lerp_weight * (g - m);
     v = v * c.beta2 + (c.one_minus_beta2 * g) * g;

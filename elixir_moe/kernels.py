@@ -305,12 +305,17 @@ def windows(first: int, numel: int, *, coded: bool) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in pairwise(ends) if start < stop]
 
 
+def _one_nan(x: Tensor) -> Tensor:
+    """fp32 values whose NaNs are all the same one: random bits that are added below CUDA's would overflow into zero."""
+    return torch.where(x.isnan(), torch.nan, x)
+
+
 def _to_bfloat16(x: Tensor, random: Tensor | None, *, above_zero: bool = False) -> Tensor:
     """fp32 values in bf16, rounded with 16 `random` bits each or to the nearest. `above_zero`: what is not 0 stays."""
     if random is None:
         found = x.to(torch.bfloat16)
     else:
-        found = ((x.view(torch.int32) + random.int()) >> 16).to(torch.int16).view(torch.bfloat16)
+        found = ((_one_nan(x).view(torch.int32) + random.int()) >> 16).to(torch.int16).view(torch.bfloat16)
     if above_zero:
         least = torch.ones((), dtype=torch.int16, device=x.device).view(torch.bfloat16)
         found = torch.where((x != 0) & (found == 0), least, found)
@@ -355,7 +360,7 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, ra
         random: the random word of each element, int64; None rounds to the nearest.
     """
     coding = _AVG if signed else _SQ
-    bits = (values.float() if signed else values.float().sqrt().sqrt()).view(torch.int32)
+    bits = _one_nan(values.float() if signed else values.float().sqrt().sqrt()).view(torch.int32)
     if random is None:
         low, two = torch.tensor(1 << (coding.shift - 1), device=bits.device), torch.tensor(2, device=bits.device)
     else:

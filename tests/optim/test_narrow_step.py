@@ -349,3 +349,23 @@ def test_runs_are_cut_at_the_ends_of_windows() -> None:
     assert Rounding.of(0, "w", 1, 2**32).first == 0
     assert Rounding.of(0, "w", 1, 2**32).key != Rounding.of(0, "w", 1, 0).key
     assert len({Rounding.of(seed, w, step, 0).key for seed in (0, 1) for w in "vw" for step in (1, 2)}) == 8
+
+
+@pytest.mark.parametrize(("weight", "moments"), KINDS)
+def test_what_is_not_finite_stays_so(
+    weight: torch.dtype, moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the bits of a NaN: CUDA's arithmetic makes 0x7FFFFFFF, and others hand on those that they are given."""
+    bits = [0x7FFFFFFF, -1, 0x7FFF0000, -0x10000, 0x7FC00000, -0x400000, 0x7F800001, 0x7F800000, -0x800000]
+    places, rounding = torch.arange(len(bits)) * CODE_BLOCK + 3, Rounding.of(0, "w", 1, 0)
+    for isa in (*ISAS, None):
+        state = State(len(bits) * CODE_BLOCK, weight, moments)
+        gradient = state.gradient(FP32)
+        gradient[places] = torch.tensor(bits, dtype=torch.int32).view(FP32)
+        if isa is None:
+            monkeypatch.setattr(kernels, "_native", None)
+            narrow_step(state.weight, state.m, state.v, gradient, None, rounding, **{**SETTINGS, "step": 1})
+        else:
+            state.native(gradient, None, rounding, isa, 1, step=1)
+        for what, found in zip(("weight", "exp_avg", "exp_avg_sq"), (state.weight, *state.moments()), strict=True):
+            assert not found[places].isfinite().any(), (isa, what, found[places])
