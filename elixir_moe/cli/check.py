@@ -17,6 +17,7 @@ from typing import Any
 from elixir_moe.chunks.plan import size_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.disk import disk_bytes_left, file_system
+from elixir_moe.search import reach
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.search.measure import cache_folder
 from elixir_moe.train import launch
@@ -93,6 +94,7 @@ def _checked(folder: Path, progress: _Progress) -> tuple[dict[str, Any], Check |
     firsts = [(plan, failed) for plan, found in checks.items() if (failed := first_failed(found)) is not None]
     report["exact"] = not firsts
     report["first_difference"] = f"under {firsts[0][0]}, {firsts[0][1].name}: {firsts[0][1].where}" if firsts else None
+    report["trains"] = reach.largest(hardware, machine.ranks)
     report["speed"] = _speed(hardware, machine) | {"file_system": file_system(str(folder)), "disk_direct": direct}
     report["hardware"] = json.loads(hardware.to_json())
     report["checks"] = {plan: as_dicts(found) for plan, found in checks.items()}
@@ -130,6 +132,8 @@ def _lines(report: dict[str, Any], first: Check | None) -> Iterator[str]:
         disk += f" (through the cache of {speed['file_system'] or 'the system'})"
     adam = f"{speed['host_adam_parameters_per_second'] / 1e9:.2f} G parameters/s"
     yield f"speed   {link}; Adam in RAM {adam}; disk {disk}"
+    found = "; ".join(f"{way} {name or 'none'}" for way, name in report["trains"].items())
+    yield f"trains  by formulas, {reach.TOKENS} tokens a GPU: {found}; exact: elixir-moe plan MODEL --hardware here"
     if report["torch_untested"]:
         yield f"note    {report['torch_untested']}"
 

@@ -5,13 +5,15 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elixir_moe.cli import check
 from elixir_moe.cli.main import main
-from elixir_moe.errors import ElixirError
+from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.search.hardware import Hardware
 from elixir_moe.verify import self_check
 from tests.support.verify_cases import Louder, rank_1_sleeps
@@ -24,10 +26,11 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     (tmp_path / "disk").mkdir()
     assert main(["check", "--disk", str(tmp_path / "disk")]) == 0
     out, err = capsys.readouterr()
-    exact, speed, *_ = lines = out.splitlines()
+    exact, speed, trains, *_ = lines = out.splitlines()
     assert exact.startswith("exact   disk equal plain PyTorch: loss, gradient norm, weights; on 2 CPU ranks")
     assert "no link to a GPU; Adam in RAM" in speed
-    assert {line.partition(" ")[0] for line in lines} == {"exact", "speed", "to"}
+    assert trains.startswith("trains  by formulas, 2048 tokens a GPU: full ") and "; QLoRA " in trains
+    assert {line.partition(" ")[0] for line in lines} == {"exact", "speed", "trains", "to"}
     assert err.splitlines()[0].startswith("elixir-moe check: ")
     report = json.loads((tmp_path / "cache/elixir-moe/check.json").read_text())
     assert (report["exact"], report["first_difference"], report["gpus"]) == (True, None, [])
@@ -61,6 +64,39 @@ def test_a_rank_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(self_check, "_AT_MOST", 0.5)
     with pytest.raises(ElixirError, match=r"of 2 ranks, these have not answered within 0\.5 s: 0, 1"):
         self_check.Machine(2, gpus=False).run(2, rank_1_sleeps)
+
+
+def test_exhausted_memory_is_answered_in_a_sentence() -> None:
+    def work() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.\nProcess 7 has 20 GiB")
+
+    with pytest.raises(ElixirError, match=r"memory is exhausted: CUDA out of memory.*MiB\.; end other programs"):
+        self_check._named_errors(work)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "free", "said"),
+    [
+        (
+            "CUDA error: no kernel image is available",
+            2**34,
+            r"GPU 0 \(P100\) of compute capability 6\.0 runs no kernel",
+        ),
+        ("", 2**29, r"GPU 0 \(P100\): 512\.00 MiB of 16\.00 GiB are free, and the check needs 1\.00 GiB: end other"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_named(kernel: str, free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(*_: Any, **__: Any) -> torch.Tensor:
+        if kernel:
+            raise RuntimeError(kernel)
+        return torch.zeros(8)
+
+    found = SimpleNamespace(name="P100", major=6, minor=0, total_memory=2**34)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(self_check, "device_left", lambda _: ("P100", free))
+    with pytest.raises(ConfigError, match=said):
+        self_check._device(0)
 
 
 @pytest.mark.parametrize(
