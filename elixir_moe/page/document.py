@@ -59,7 +59,7 @@ border-radius:2px;min-width:1px;text-wrap:nowrap}
 .elixir .table{overflow-x:auto}.elixir table{border-collapse:collapse;font-size:.86rem;width:100%}
 .elixir th,.elixir td{padding:.2rem .6rem .2rem 0;text-align:left;vertical-align:top;overflow-wrap:normal;
 border-bottom:1px solid var(--grid)}.elixir th{font-size:.8rem;color:var(--quiet)}
-.elixir td:not(.number){overflow-wrap:anywhere;min-width:6.2em}
+.elixir th:not(.number),.elixir td:not(.number){overflow-wrap:anywhere;min-width:6.2em}
 .elixir td:last-child,.elixir th:last-child{padding-right:0}
 .elixir td.number{white-space:nowrap}
 .elixir td.number,.elixir th.number{text-align:right;font-variant-numeric:tabular-nums}
@@ -71,6 +71,8 @@ print-color-adjust:exact;-webkit-print-color-adjust:exact}.elixir .cards{columns
 """
 _LONG = 24
 """Rows of the longest card that stays whole."""
+_WIDEST = 24
+"""Characters of the longest cell that is taken for a number, and never broken."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -179,15 +181,15 @@ def _var(color: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """A table; with `numbers`, all columns but the first are aligned to the right. Empty without a row."""
+    """A table; with `numbers`, short cells behind the first column are aligned to the right. Empty without a row."""
     if not rows:
         return ""
-    classes = ["", *[' class="number"' * numbers] * max(len(row) for row in rows)]
-    top = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(head, classes, strict=False))
-    lines = [
-        "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, classes, strict=False)) for row in rows
-    ]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="number"' if numbers and i and len(cell) <= _WIDEST else "" for i, cell in enumerate(cells)]
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+
+    top, body = line(head, "th"), "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
