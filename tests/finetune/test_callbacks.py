@@ -1,7 +1,6 @@
 """Supervision, control.yaml, signals and records, through both doors: `train` and TRL's trainers under a plan."""
 
 import shlex
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from elixir_moe.cli.main import main
 from elixir_moe.errors import ConfigError
 from elixir_moe.finetune.smaller import Step, command_with, smaller, that_fits
-from elixir_moe.integrations.steps import Steps
 from elixir_moe.search import cost
 from tests.finetune.test_finetune import LORA, saved
 from tests.support.doors import DOORS, LR, STEPS, by_sft
@@ -106,11 +105,7 @@ def test_what_control_yaml_has_changed_holds_after_going_back(door: str, ranks: 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
 @both_doors
 def test_a_signal_saves_and_ends_all_ranks(door: str, number: str, code: int, ranks: Ranks, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told pytest to ignore it
-    try:
-        found = DOORS[door](ranks(2), tmp_path, {3: number}, 1, 100, {})
-    finally:
-        signal.signal(signal.SIGINT, before)
+    found = DOORS[door](ranks(2), tmp_path, {3: number}, 1, 100, {})
     assert found.exit_code == code and found.status["state"] == "stopped" and found.checkpoints == [4]
 
 
@@ -219,6 +214,8 @@ def test_a_command_takes_other_values_however_they_were_given() -> None:
 
 
 def test_inputs_of_a_step_are_kept_no_longer_than_the_step() -> None:
+    from elixir_moe.integrations.steps import Steps
+
     steps = Steps(None, torch.device("cpu"))
     for step in (0, 0, 1, 1):  # nobody asks for the facts
         steps.begin(step)
@@ -226,3 +223,25 @@ def test_inputs_of_a_step_are_kept_no_longer_than_the_step() -> None:
         steps.end(torch.tensor(1.0))
     assert [int(inputs["input_ids"][0, 0]) for inputs in steps.inputs] == [1, 1]
     assert [int(count) for count in steps._tokens] == [5, 5]
+
+
+def test_a_command_says_why_a_run_ended_early(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from elixir_moe.finetune.callbacks import DivergedError
+    from elixir_moe.finetune.run import OutOfMemory
+
+    words = ["sft", "--use_cpu", "true", "--bf16", "false", "--output_dir", "out"]
+    given = [*words, "--per_device_train_batch_size=8"]
+    for error, code, said in (
+        (DivergedError("step 5: the loss of rank 0 is nan"), 3, "elixir-moe: step 5: the loss of rank 0 is nan"),
+        (OutOfMemory("out of memory in step 4", {"per_device_train_batch_size": 4}), 1,
+         f"{shlex.join(words)} --per_device_train_batch_size 4"),
+    ):  # fmt: skip
+
+        def ended(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("elixir_moe.finetune.run.finetune", ended)
+        assert main(given) == code
+        assert capsys.readouterr().err.splitlines()[-1].strip().endswith(said)
