@@ -256,7 +256,7 @@ class Predictions:
             one = replace(machine, gpus=1).hardware
             self._traced[batch, tile_size] = task_of(alone, one, given, batch, SEQ).profile
             self.steps.setdefault(batch, Step.of(self._traced[batch, tile_size]))
-        profile = of_ranks(self._traced[batch, tile_size], machine.gpus)
+        profile = self._traced[batch, tile_size].over(machine.gpus)
         host = hardware.host_bytes_per_rank(machine.gpus) - reserve_of(known, hardware) // machine.gpus
         capacity = hardware.gpu_bytes
         if hardware.one_memory:
@@ -290,12 +290,6 @@ class Predictions:
             "disk_gib": _gib(choice.size.disk_bytes * machine.gpus),
             "tile": None if tiles is None else size_text(tiles),
         }
-
-
-def of_ranks(profile: Profile, ranks: int) -> Profile:
-    """The same step on each of so many ranks, over which every parameter is replicated."""
-    keys = {p.key: replace(p.key, ranks=tuple(range(ranks)), divisor=ranks) for p in profile.params}
-    return replace(profile, params=tuple(replace(p, key=keys[p.key]) for p in profile.params))
 
 
 def _gib(nbytes: float) -> float:

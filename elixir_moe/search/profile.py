@@ -5,7 +5,7 @@ no tensor.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.packing import Layout
@@ -77,6 +77,12 @@ class Profile:
     def key(self) -> str:
         """A hash that identifies the step: the same model, batch, ranks and patterns have the same key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def over(self, ranks: int) -> "Profile":
+        """The same step on each of so many ranks, over which every parameter is replicated; it is not traced again."""
+        assert not self.exchanges and not self.sent, "experts that are spread, and slices, differ with the ranks"
+        keys = {p.key: replace(p.key, ranks=tuple(range(ranks)), divisor=ranks) for p in self.params}
+        return replace(self, params=tuple(replace(p, key=keys[p.key]) for p in self.params))
 
     @property
     def registered_events(self) -> tuple[StepEvent, ...]:

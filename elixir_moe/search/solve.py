@@ -134,7 +134,7 @@ class Choice:
 
 
 def solve(task: Task, packings: "Packings | None" = None) -> Choice:
-    """The fastest plan that fits; `packings` are those of a problem that differs in memory alone.
+    """The fastest plan that fits; `packings` are those of a problem with the same step, on any machine.
 
     Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
     Between homes of chunks, the host time of units is not weighed: more chunks on the device are taken to be faster.
@@ -421,7 +421,8 @@ class _Packing:
 
 
 class Packings:
-    """The parameters in chunks of every length to try. The same for all problems that differ in memory alone."""
+    """The parameters in chunks of every length to try. The same for all problems of one step on as many ranks, on any
+    machine: what is known of one serves the next."""
 
     def __init__(self, task: Task) -> None:
         self.lengths = chunk_lengths(task.profile.params)

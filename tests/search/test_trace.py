@@ -167,6 +167,12 @@ def test_turns_of_a_loop_left_out_count_as_often_as_they_would_run(weight: str, 
     assert max(turns) > 3
 
 
+def test_a_trace_serves_any_number_of_ranks() -> None:
+    alone, three = (trace(gpt(), lm_loss, batch(), world=world) for world in (1, 3))
+    assert alone != three
+    assert alone.over(3) == three
+
+
 def test_only_layers_that_agree_in_everything_are_cut() -> None:
     model = gpt(n_layers=6)
     model.blocks[5].dropout.p = 0.5
