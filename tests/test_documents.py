@@ -216,7 +216,8 @@ def test_there_are_five_notebooks() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["step", "parameter", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "bytes"))]
+    "name",
+    ["mixture", "step", "parameter", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "bytes"))],
 )
 def test_the_pictures_are_what_the_command_draws(name: str) -> None:
     draw = runpy.run_path(str(DOCS / "pictures.py"))["PICTURES"][name]
