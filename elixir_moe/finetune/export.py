@@ -89,30 +89,27 @@ def export(folder: Path, out: Path | None = None, what: str = "adapter") -> Expo
     if os.path.lexists(out):
         raise ConfigError(f"--out: {str(out)!r} exists: name another folder, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _in_silence(),
-        tempfile.TemporaryDirectory(prefix=".export-", dir=out.parent) as scratch,
-        MarkedFolder(partial_of(out), without_locks=True) as new,
-    ):
-        adapters = _whole_adapters(source, Path(scratch))
-        base = _named_base(adapters)
-        one = _OnDisk(base, scratch)
-        model = _adapted(one.model, adapters)
-        rows = _rows(one.model)
-        wanted = one.logits(model, rows)
-        with model.disable_adapter():
-            change = float((wanted - one.logits(model, rows)).abs().max())
-        if what == "adapter":
-            model.save_pretrained(str(new.path))
-            again = _OnDisk(base, scratch)
-            found = again.logits(_adapted(again.model, new.path), rows)
-        else:
-            _write_merged(model, one, base, new.path)
-            again = _OnDisk(str(new.path), scratch)
-            found = again.logits(again.model, rows)
-        difference, scale = float((found - wanted).abs().max()), float(wanted.abs().max())
-        _check(difference, scale, change, one.dtype if what == "merged" else torch.float32, out.name)
-        _copy_tokenizer([adapters, source, folder, Path(base)], new.path)
+    with _in_silence(), MarkedFolder(partial_of(out), without_locks=True) as new:
+        with tempfile.TemporaryDirectory(dir=new.path) as scratch:
+            adapters = _whole_adapters(source, Path(scratch))
+            base = _named_base(adapters)
+            one = _OnDisk(base, scratch)
+            model = _adapted(one.model, adapters)
+            rows = _rows(one.model)
+            wanted = one.logits(model, rows)
+            with model.disable_adapter():
+                change = float((wanted - one.logits(model, rows)).abs().max())
+            if what == "adapter":
+                model.save_pretrained(str(new.path))
+                again = _OnDisk(base, scratch)
+                found = again.logits(_adapted(again.model, new.path), rows)
+            else:
+                _write_merged(model, one, base, new.path)
+                again = _OnDisk(str(new.path), scratch)
+                found = again.logits(again.model, rows)
+            difference, scale = float((found - wanted).abs().max()), float(wanted.abs().max())
+            _check(difference, scale, change, one.dtype if what == "merged" else torch.float32, out.name)
+            _copy_tokenizer([adapters, source, folder, Path(base)], new.path)
         new.move_to(out)
     return Exported(
         out=str(out), what=what, source=str(source), base=base, largest=scale, difference=difference, change=change

@@ -159,9 +159,9 @@ def refuse_merges(model: Any) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise UsageError(
             "adapters of a wrapped model cannot be merged or taken off: em.save_pretrained(model, folder) writes them. "
-            "Then, in one process with the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload() "
-            "merges them, and save_pretrained of the result writes the merged model. A base that was quantized here is "
-            "read in bf16 for that; to quantize the merged weights again may lose more than was learnt"
+            "Then `elixir-moe export folder --what merged` merges them into their base in full precision; or, with "
+            "the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload(). To quantize the merged "
+            "weights again may lose more than was learnt"
         )
 
     tuner = getattr(model, "base_model", None)

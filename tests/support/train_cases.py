@@ -54,7 +54,7 @@ class Ending(Exception):  # noqa: N818
     """A run ends here, as if its process had."""
 
 
-def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0) -> dict[str, Any]:
+def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whole_text: bool = False) -> dict[str, Any]:
     """Runs, or goes on with, a training; `at` names by step what happens behind its update, on rank `on`.
 
     What happens at 0 happens while the model is wrapped. Returns how it ended, what the last checkpoint holds, and what
@@ -83,7 +83,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0) -> d
     Training.update, Training._wrap = updating, beginning  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None
     try:
-        text = text_of(config)
+        text = config.load_data() if whole_text else text_of(config)
         claim = claim_directory(config, text) if dist.get_rank() == 0 else None
         train(config, text, claim, console)
     except Stopped as stop:
