@@ -77,8 +77,14 @@ def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor
 def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """The full tensor, on the CPU, from the `local` parts of all ranks of the DTensor's mesh. Collective."""
     mesh, meta = spec.mesh, spec.tensor_meta
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
+    for axis, placement in enumerate(spec.placements):
+        if (groups := getattr(placement, "split_factor", 1)) > 1:  # torch 2.11 gathers no such placement
+            dim = placement.dim % local.dim()
+            by_group = local.to(mesh.device_type).unflatten(dim, (groups, -1))
+            placements = [*spec.placements[:axis], Shard(dim + 1), *spec.placements[axis + 1 :]]
+            return DTensor.from_local(by_group, mesh, placements).full_tensor().flatten(dim, dim + 1).cpu()
     part = DTensor.from_local(
         local.to(mesh.device_type), mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
     )
