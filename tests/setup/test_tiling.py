@@ -249,8 +249,12 @@ def test_adapters_of_other_parameters_are_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["DoRA", "LOHA", "HRA", "BOFT"])
-def test_adapters_that_read_the_whole_weight_are_named(kind: str) -> None:
+def test_adapters_that_read_the_whole_weight_are_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import peft
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # BOFT compiles one, and waits for the lock of a dead run
 
     configs = {
         "DoRA": peft.LoraConfig(r=2, use_dora=True, target_modules=["1"]),
