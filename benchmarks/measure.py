@@ -138,7 +138,7 @@ def _replay_forward(optimizer: ShardedOptimizer) -> float:
     start = time.perf_counter()
     for entry in forward:
         if entry.verb is Verb.ACQUIRE:
-            scheduler.unshard(entry.chunks, tracked=True, who="the benchmark")
+            scheduler.gathers.unshard(entry.chunks, tracked=True, who="the benchmark")
         else:
             scheduler.release(entry.chunks, tracked=True)
     return (time.perf_counter() - start) / requests * 1e6

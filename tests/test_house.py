@@ -59,6 +59,10 @@ PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile"
 HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers", "triton"]
 
 
+WRITERS = {"chunk": None, "weights": "runtime.gathers", "gradients": "runtime.reductions"}
+"""Who may set attributes of such an object: one file, or nobody."""
+
+
 def name_of(path: Path) -> str:
     """``chunks/plan.py`` -> ``chunks.plan``; a room's ``__init__`` is the room."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -299,3 +303,19 @@ def test_every_public_name_is_explained() -> None:
             if not attribute.startswith("_") and (callable(value) or isinstance(value, (property, classmethod))):
                 inner = getattr(value, "__func__", value)
                 assert (inner.__doc__ or "").strip(), f"{name}.{attribute} has no docstring"
+
+
+def test_a_chunk_is_written_by_nobody_and_its_weights_and_gradients_by_one_file_each() -> None:
+    found = [
+        f"{name_of(path)}:{node.lineno} sets {target.value.id}.{target.attr}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for targets in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in ast.walk(targets)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        if target.value.id in WRITERS and WRITERS[target.value.id] != name_of(path)
+    ]
+    assert not found

@@ -1,7 +1,7 @@
 """Collectives on chunks: the all-gather of weights and the reduction of gradients.
 
-Owns the process groups of chunks and the implementation for each backend. Decides nothing: `scheduler` says what and
-when.
+Owns the process groups of chunks and the implementation for each backend. Decides nothing: `gathers` and `reductions`
+say what and when.
 
 Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
 On NCCL both run in place in the block, or a reduction in a staging buffer into which 16-bit gradients are widened, so

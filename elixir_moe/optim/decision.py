@@ -129,11 +129,11 @@ class StepDecision:
 
     def forget_gradients(self) -> None:
         """Forgets the gradients and facts of a step that is over or given up."""
-        for chunk in self._chunks:
-            chunk.clear_gradient()
-        if self._scheduler.used:  # else the forward whose tokens have been counted may still await its backward
+        reductions = self._scheduler.reductions
+        reductions.clear()
+        if reductions.used:  # else the forward whose tokens have been counted may still await its backward
             self._routers.forget_counts()
-        self._scheduler.used.clear()
+        reductions.used.clear()
         self._scheduler.writes.forget_unseen()
         self._forget()
 
@@ -270,13 +270,13 @@ class StepDecision:
 
     def facts(self) -> Facts:
         """The facts on which ranks agree; found again after new reductions. Collective."""
-        if self._facts is not None and self._counted == self._scheduler.reductions_issued:
+        if self._facts is not None and self._counted == self._scheduler.reductions.issued:
             return self._facts
-        if self.loss_scale is not None and self._scheduler.used and not self._scaled:
+        if self.loss_scale is not None and self._scheduler.reductions.used and not self._scaled:
             raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
-        self._scheduler.drain()
+        self._scheduler.reductions.drain()
         begun = 0 if self._early is None else self._early.settle()
-        self._counted = self._scheduler.reductions_issued
+        self._counted = self._scheduler.reductions.issued
         mine = self._squares_here()
         self._scheduler.fetch_after_compute()
         if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
@@ -306,9 +306,9 @@ class StepDecision:
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
         options = self._options()
-        alike = zlib.crc32(f"{backwards} {asked} {options} {self.stepped} {self._scheduler.gathered}".encode())
+        alike = zlib.crc32(f"{backwards} {asked} {options} {self.stepped} {self._scheduler.gathers.gathered}".encode())
         unseen = self._scheduler.writes.unseen() is not None
-        used_here = [slot in self._scheduler.used for slot in self._slots]
+        used_here = [slot in self._scheduler.reductions.used for slot in self._slots]
         for_all: list[Sequence[float]] = [[squares], [begun], [0.0], _bits(steps)]
         for_peers: list[Sequence[float]] = [_bits(alike), [unseen], used_here]  # of one pipeline stage
         sizes = [len(numbers) for numbers in (*for_all, *for_peers)]
@@ -380,7 +380,7 @@ class StepDecision:
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
-        chunks = [self._scheduler.chunks[index].label for index in self._scheduler.gathered]
+        chunks = [self._scheduler.chunks[index].label for index in self._scheduler.gathers.gathered]
         everyone = gathered((asked, options, self.stepped, chunks), self._groups.peers_group)
         clips, rates, stepped, gathers = zip(*everyone, strict=True)
         if (other := _first_other(gathers)) is not None:

@@ -59,16 +59,18 @@ class EarlyUpdates:
     def open(self, scale: Callable[[Chunk], float | torch.Tensor]) -> Iterator[None]:
         """A context in which updates begin, with the options of its start and the `scale` of gradients."""
         self._options = deepcopy(self._present_options())
-        self._scheduler.reduced_early = lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk))
+        self._scheduler.reductions.update_early(lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk)))
         try:
             yield
         finally:
-            self._scheduler.reduced_early = None
+            self._scheduler.reductions.update_early(None)
 
     def _begin(self, chunk: Chunk, arrived: Callable[[], None], scale: float | torch.Tensor) -> None:
         """Gives the thread an update whose gradient is there when `arrived` returns."""
         index, shard = chunk.spec.index, chunk.shard
-        complete = all((index, position) in self._scheduler.used for position in range(len(chunk.parameters)))
+        complete = all(
+            (index, position) in self._scheduler.reductions.used for position in range(len(chunk.parameters))
+        )
         if not complete or shard.gate.being_saved:
             return
         squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares

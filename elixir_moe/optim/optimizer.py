@@ -240,8 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._phase.write("optimizer.step()")
         self._decision.note_options()
         if not overflow:
-            self._scheduler.drop_weights()  # weights left gathered by an interrupted update would be stale
-            self._scheduler.drain()  # gathers issued after the clipping may still read the shards that updates write
+            self._scheduler.gathers.drop()  # weights left gathered by an interrupted update would be stale
+            self._scheduler.reductions.drain()  # gathers after the clipping may still read the shards
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
             if isinstance(norm, torch.Tensor):
@@ -284,8 +284,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._phase.agree(self._groups.peers_group)
         self._scheduler.writes.keep_all()
         self._phase.write(what)
-        self._scheduler.drop_weights()
-        self._scheduler.drain()
+        self._scheduler.gathers.drop()
+        self._scheduler.reductions.drain()
         for chunk in self._chunks:
             chunk.shard.gate.open_for_writing()
         self._update.switch(mode, self._chunks)
@@ -319,12 +319,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ends.callback(self._groups.close)
             for file in reversed(self._files):  # threads of the first, which its end waits for, write the second
                 ends.callback(file.close)
-            if self._scheduler.sums is not None:
-                ends.callback(self._scheduler.sums.close)
+            if self._scheduler.reductions.sums is not None:
+                ends.callback(self._scheduler.reductions.sums.close)
             if self._update_thread is not None:
                 ends.callback(self._update_thread.shutdown)
             ends.callback(self._phase.move, CLOSED)
-            ends.callback(self._scheduler.drain)
+            ends.callback(self._scheduler.reductions.drain)
             ends.callback(self._hooks.forget_calls)
             if self._kept.pending is not None:
                 ends.callback(self._kept.pending.result)
@@ -372,12 +372,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with DisableTorchFunctionSubclass():
             thawed = [self._hooks.name_of(p) for p in self._frozen if p.requires_grad]
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
-        for chunk in self._scheduler.chunks:
-            if (name := chunk.moved()) is not None:
-                raise UsageError(
-                    f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into "
-                    f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
-                )
+        if (name := self._scheduler.gathers.moved()) is not None:
+            raise UsageError(
+                f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into the "
+                f"parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
+            )
         new, moved, replaced = self._hooks.changed_parameters()
         if new:
             raise UsageError(

@@ -114,7 +114,7 @@ class OptimizerState:
     def give_up_gradients(self) -> None:
         """Gives up unfinished work, and clears the gradients."""
         self._phase.lose("optimizer.zero_grad() stopped halfway")
-        self._scheduler.drain()
+        self._scheduler.reductions.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
         with DisableTorchFunctionSubclass():
@@ -151,7 +151,7 @@ class OptimizerState:
         self.give_up_gradients()
         self._decision.forget_options()
         self._hooks.updated()
-        self._scheduler.drop_weights(frozen=True)
+        self._scheduler.gathers.drop(frozen=True)
         for chunk in self._scheduler.chunks:
             chunk.shard.gate.open_for_writing()
         yield

@@ -1,7 +1,7 @@
 """The link from modules and autograd to the step machine: what happens in a step, told by hooks.
 
 Owns the hooks on units and parameters, and the stack of running units; `saved_tensors` owns the hooks on saved tensors.
-Decides nothing: `chunks.step_machine` says what is held, let go and reduced, and `scheduler` moves the data.
+Decides nothing: `chunks.step_machine` says what is held, let go and reduced; `gathers` and `reductions` do it.
 
 Forward.   While a unit runs, its parameters have their original classes. Weights that autograd saves are packed, unless
            all chunks are `ATTACHED`.
@@ -83,21 +83,22 @@ Loan = tuple[Unit, bool]
 
 
 class _Carrier:
-    """The `Carrier` of a step: the scheduler moves chunks, and parameters change their classes.
+    """The `Carrier` of a step: chunks are moved, and parameters change their classes.
 
-    `tracked` as in `Scheduler.unshard`.
+    `tracked` as in `Gathers.unshard`.
     """
 
     def __init__(self, scheduler: Scheduler, access: ParamAccess, take: Callable[[ParamId], None]) -> None:
         self.take = take
         self._scheduler, self._access = scheduler, access
         self._switches: dict[Unit, tuple[Switch, ...]] = {}
-        self.hold_chunk, self.let_go_chunk = scheduler.hold_chunk, scheduler.let_go_chunk
-        self.reserve, self.agree, self.reduce = scheduler.reserve_gradients, scheduler.agree, scheduler.reduce
-        self.finish, self.forget_round = scheduler.finish_backward, scheduler.forget_round
+        gathers, reductions = scheduler.gathers, scheduler.reductions
+        self.hold_chunk, self.let_go_chunk = gathers.hold_chunk, scheduler.let_go_chunk
+        self.reserve, self.agree, self.reduce = reductions.reserve, reductions.agree, reductions.reduce
+        self.finish, self.forget_round = reductions.finish_backward, gathers.forget_round
 
     def hold(self, unit: Unit, *, tracked: bool = True) -> None:
-        self._scheduler.unshard(unit.chunks, tracked=tracked, who=unit.label)
+        self._scheduler.gathers.unshard(unit.chunks, tracked=tracked, who=unit.label)
         self._access.open(self._switches_of(unit))
 
     def let_go(self, unit: Unit, *, tracked: bool = True) -> None:
@@ -147,12 +148,12 @@ class Hooks:
             unshard_for_block=self._unshard_for_block,
             lend=self._lend,
             keep_exactly=lambda parameter, values: self._writes.keep_exactly(self._slot_of[parameter], values),
-            has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.used,
+            has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.reductions.used,
             name_of=self.name_of,
         )
         self._carrier = _Carrier(scheduler, self._access, self._take_gradient)
         trainable = {chunk.spec.index for chunk in scheduler.chunks if chunk.spec.key.trainable}
-        self.machine = StepMachine(units, trainable, self._carrier, in_order=scheduler.in_order)
+        self.machine = StepMachine(units, trainable, self._carrier, in_order=scheduler.gathers.in_order)
         """Decides what the step asks for."""
         self._saved = SavedTensors(scheduler, placeholder, self.machine, self._begin_backward, checkpoints)
         self._install(units)
@@ -180,7 +181,7 @@ class Hooks:
             del hooks[key]
         self._access.remove()
 
-    # ------------------------------------------------------------------------------------------------------- forward
+    # ---------------------------------------------------------------------------------------------------------- forward
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
         recomputes = in_backward()
@@ -265,7 +266,7 @@ class Hooks:
             leave(call.saving)
         return left
 
-    # --------------------------------------------------------------------------------------------------------- reads
+    # ------------------------------------------------------------------------------------------------------------ reads
 
     @contextmanager
     def _unshard_for_call(self, parameters: list[nn.Parameter], *, recorded: bool = True) -> Iterator[None]:
@@ -362,7 +363,7 @@ class Hooks:
     def _read_of(self, parameters: Sequence[nn.Parameter]) -> str:
         return f"a read of {', '.join(self._names[p] for p in parameters[:4])}"
 
-    # ------------------------------------------------------------------------------------------------------ backward
+    # --------------------------------------------------------------------------------------------------------- backward
 
     def reach_end(self, left: int, updates: int) -> None:
         """Called when backward reaches the end of an outermost call, left at this number after `updates` updates."""
@@ -398,10 +399,10 @@ class Hooks:
         """
         awaited: list[ParamId] = []
         brings = any(self.machine.past.unrecomputed.values())
-        compares = self._scheduler.gathers_cached
+        compares = self._scheduler.gathers.of_several_ranks
         with torch.enable_grad(), DisableTorchFunctionSubclass():
             for unit in dict.fromkeys(unit for _, unit in reversed(ahead)):
-                compared = compares and not unit.chooses and self._scheduler.uses_cache(unit.chunks)
+                compared = compares and not unit.chooses and self._scheduler.gathers.uses_cache(unit.chunks)
                 for slot in unit.slots if compared or not brings else ():
                     try:
                         found = self._accumulates(slot)
@@ -439,7 +440,7 @@ class Hooks:
         parameter = self._scheduler.chunks[slot[0]].parameters[slot[1]]
         with DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
-            if slot in self._scheduler.used and len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            if slot in self._scheduler.reductions.used and len(parameter._post_accumulate_grad_hooks or ()) > 1:
                 self._refuse_part(parameter)
         if gradient is None:
             return  # a hook of user code has used it up, and the parameter has none, as in torch
@@ -447,7 +448,7 @@ class Hooks:
             gradient = placed_like(gradient, parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        self._scheduler.add_gradient(*slot, gradient)
+        self._scheduler.reductions.add_gradient(*slot, gradient)
 
     def _refuse_part(self, parameter: nn.Parameter) -> NoReturn:
         raise UsageError(
@@ -462,7 +463,7 @@ class Hooks:
             self._scheduler.learn()
         self._phase.end_backward(in_call=bool(self._calls))
 
-    # ------------------------------------------------------------------------------------------------- between steps
+    # ---------------------------------------------------------------------------------------------------- between steps
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's first name in the model."""

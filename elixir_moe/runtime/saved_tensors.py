@@ -9,6 +9,7 @@ Saved-tensor hooks that user code has set around the model get every saved tenso
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,36 +20,38 @@ from elixir_moe.chunks.step_machine import StepMachine
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
 from elixir_moe.parallel.read_again import refuse_written
-from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.weights import Weights
 from elixir_moe.torch_private import DisableTorchFunctionSubclass, running_node, top_saved_tensors_hooks
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_start = attrgetter("start")
 
 
 class Packed:
     """The data that rebuilds a saved view of gathered weights."""
 
-    __slots__ = ("chunk", "dtype", "index", "offset", "size", "spec", "stride", "update", "version")
+    __slots__ = ("dtype", "index", "offset", "size", "spec", "stride", "update", "version", "weights")
 
-    def __init__(self, chunk: Chunk, tensor: torch.Tensor, update: int) -> None:
-        self.chunk, self.update = chunk, update
+    def __init__(self, weights: Weights, tensor: torch.Tensor, update: int) -> None:
+        self.weights, self.update = weights, update
         self.spec = None
         if type(tensor) not in _PLAIN:
             self.spec, tensor = spec_of(tensor), local_of(tensor)
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        buffer, dtype = chunk.buffer, tensor.dtype
+        buffer, dtype, chunk = weights.buffer, tensor.dtype, weights.chunk
         assert buffer is not None
         first, self.dtype = self.offset, None
         if dtype is not buffer.dtype:  # user code views the bits of a weight
             first, self.dtype = first * dtype.itemsize // buffer.itemsize, dtype
-        self.index = bisect_right(chunk.starts, first - buffer.storage_offset()) - 1
+        self.index = bisect_right(chunk.spec.slots, first - buffer.storage_offset(), key=_start) - 1
         self.version = chunk.version(self.index)
 
     def view(self) -> torch.Tensor:
         """The tensor, as a view of the weights where they are gathered now."""
-        buffer = self.chunk.buffer
+        buffer = self.weights.buffer
         assert buffer is not None
         whole = buffer if self.dtype is None else buffer.view(self.dtype)
         view = whole.as_strided(self.size, self.stride, self.offset)
@@ -104,9 +107,9 @@ class SavedTensors:
         strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
         address = tensor.untyped_storage().data_ptr() if strided else _address_of(tensor)
         if address is not None:
-            chunk = self._scheduler.shown_at.get(address)
-            if chunk is not None and chunk.buffer is not None and chunk.buffer.data_ptr() == address:
-                return Packed(chunk, tensor, self.updates)
+            weights = self._scheduler.gathers.shown_at.get(address)
+            if weights is not None and weights.buffer is not None and weights.buffer.data_ptr() == address:
+                return Packed(weights, tensor, self.updates)
             if address in self._placeholder.addresses:
                 raise PlanError(
                     f"an autograd function saves parameter {self._name_of(tensor)!r} of shape {tuple(tensor.shape)}, "
@@ -136,7 +139,7 @@ class SavedTensors:
                 refuse_written(packed.written, packed.version, packed.size)
             return tensor
         self.check_current(packed.update)
-        chunk = packed.chunk
+        chunk = packed.weights.chunk
         version = chunk.version(packed.index)
         if version != packed.version:
             refuse_written(version, packed.version, packed.size)

@@ -51,7 +51,7 @@ class Streams:
         """Whether the host runs ahead of the device."""
         return self._fetch is not None
 
-    # ------------------------------------------------------------------------------------------------------- compute
+    # ---------------------------------------------------------------------------------------------------------- compute
 
     def enter_compute(self) -> None:
         """Records that the model computes on the current stream."""
@@ -79,7 +79,7 @@ class Streams:
             work.mark(stream)
         return work
 
-    # -------------------------------------------------------------------------------------------------- other streams
+    # ---------------------------------------------------------------------------------------------------- other streams
 
     def fetching(self) -> AbstractContextManager[object]:
         """A context whose work goes to `fetch`."""

@@ -517,7 +517,7 @@ def _unit_seconds(device: torch.device) -> float:
     shards = build_shards([(chunk, Tier.HOST) for chunk in layout.chunks], device)
     blocks = Blocks(layout, _UNITS, 0, shards, device, statistics, streams.allocating)
     chunks = [
-        Chunk(chunk, [parameter], [name], shard, Communicator(key.ranks), placeholder)
+        Chunk.of(chunk, [parameter], [name], shard, Communicator(key.ranks), placeholder)
         for chunk, shard, (name, parameter) in zip(layout.chunks, shards, model.named_parameters(), strict=True)
     ]
     scheduler = Scheduler(chunks, cache, blocks, None, streams, statistics)

@@ -92,7 +92,7 @@ def build_chunks(
             if local_of(parameter).is_meta:
                 leave_meta(parameter)
         names = [spec.params[slot.param].name for slot in chunk.slots]
-        chunks.append(Chunk(chunk, list(members.values()), names, shard, communicator, placeholder))
+        chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, placeholder))
     if pretrained is not None:
         pretrained.settle()
     moving.settle()

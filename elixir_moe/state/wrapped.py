@@ -66,8 +66,8 @@ class Wrapped:
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes
         held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
-        if self.scheduler.sums is not None:
-            held[Tier.HOST] += self.scheduler.sums.nbytes
+        if self.scheduler.reductions.sums is not None:
+            held[Tier.HOST] += self.scheduler.reductions.sums.nbytes
         if self.checkpoints is not None:
             held[Tier.HOST] += self.checkpoints.nbytes
         for chunk in self.scheduler.chunks:

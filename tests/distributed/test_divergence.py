@@ -289,7 +289,7 @@ def step_apart() -> str:
     model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=em.Plan.zero3(chunk_numel=72))
     model(torch.randn(4, 8)).square().mean().backward()
     if dist.get_rank() == 0:
-        optimizer._scheduler.gathered.append(1)
+        optimizer._scheduler.gathers.gathered.append(1)
     with pytest.raises(OutOfStepError) as found:
         optimizer.step()
     with pytest.raises(OutOfStepError):
@@ -325,7 +325,7 @@ def taken_again(plan: em.Plan) -> dict[str, Any]:
                 with pytest.raises(ZeroDivisionError):
                     loss.backward()
                 failing.remove()
-                found["behind"] = len(optimizer._scheduler._queue)
+                found["behind"] = len(optimizer._scheduler.gathers._queue)
                 optimizer.zero_grad()
             for each, updates in ((model, optimizer), (plain, plainly)):
                 each(rows).square().mean().backward()

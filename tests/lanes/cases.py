@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import elixir_moe as em
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.memory.gate import Gate
-from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.gradients import Gradients
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
@@ -262,18 +262,18 @@ def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
 def bytes_of_gradients(case: Case) -> tuple[int, int]:
     """Most bytes of gradients outside the rCache that the host does not know to be done with, and the plan's bytes."""
     machine, spans, most = Machine(), [], 0
-    open_gradients = Chunk.open_gradients
+    open_buffer = Gradients.open
 
-    def opened(chunk: Chunk) -> None:
+    def opened(gradients: Gradients) -> None:
         nonlocal most
-        open_gradients(chunk)
-        if chunk.spec.residence is not ATTACHED and chunk.gradient_block is None:
-            assert chunk.gradients is not None
-            spans.append(machine.span_of(chunk.gradients._wire))
+        open_buffer(gradients)
+        if gradients.chunk.spec.residence is not ATTACHED and gradients.block is None:
+            assert gradients.buffer is not None
+            spans.append(machine.span_of(gradients.buffer._wire))
             most = max(most, sum(span.stop - span.start for span in spans if machine.may_be_in_use(span)))
 
     with machine.on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Chunk, "open_gradients", opened)
+        patch.setattr(Gradients, "open", opened)
         model, optimizer = build(case)
         for step in range(case.steps):
             _step(case, model, optimizer, step, "")

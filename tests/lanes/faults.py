@@ -18,6 +18,9 @@ from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.values import ValuesOnDisk
 from elixir_moe.optim.decision import StepDecision
+from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.gradients import Gradients
+from elixir_moe.runtime.reductions import Reductions
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from tests.lanes.machine import Stream
@@ -130,7 +133,7 @@ def _values_read_before_their_update_has_ended(patch: Patch) -> None:
 
 
 def _no_wait_for_the_gather(patch: Patch) -> None:
-    _while(patch, Scheduler, "_wait_for_unshard", lambda put, _: put(Stream, "wait_event", _nothing))
+    _while(patch, Gathers, "_wait_for", lambda put, _: put(Stream, "wait_event", _nothing))
 
 
 def _no_wait_of_a_second_stream(patch: Patch) -> None:
@@ -144,7 +147,7 @@ def _no_wait_of_a_second_stream(patch: Patch) -> None:
 
 
 def _no_order_behind_the_last_reduction(patch: Patch) -> None:
-    patch(Scheduler, "_order_behind_reduction", _nothing)
+    patch(Gradients, "order_behind_reduction", _nothing)
 
 
 def _gradients_taken_over_unordered(patch: Patch) -> None:
@@ -192,10 +195,11 @@ def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
 
 
 def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
-    def by_time(scheduler: Any, chunk: Any, *, released: bool) -> bool:
-        return chunk.shard.source.ready and (chunk.block.quiet or chunk.spec.index in scheduler.cache.upcoming)
+    def by_time(gathers: Any, weights: Any, *, released: bool) -> bool:
+        chunk = weights.chunk
+        return chunk.shard.source.ready and (weights.block.quiet or chunk.spec.index in gathers.cache.upcoming)
 
-    patch(Scheduler, "_may_begin", by_time)
+    patch(Gathers, "_may_begin", by_time)
 
 
 def _early_updates_do_not_wait_for_gradients(patch: Patch) -> None:
@@ -209,11 +213,15 @@ def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch
 
 
 def _late_sums_on_compute(patch: Patch) -> None:
-    patch(Scheduler, "_add_waiting", lambda scheduler, chunk: chunk.add_waiting())
+    def at_once(reductions: Any, index: int) -> None:
+        if not reductions._weights[index].holds:
+            reductions._add_all_waiting(reductions._gradients[index])
+
+    patch(Reductions, "add_waiting", at_once)
 
 
 def _late_sums_unmarked(patch: Patch) -> None:
-    _while(patch, Scheduler, "_add_waiting", lambda put, _: put(Streams, "marked", lambda streams, work: work))
+    _while(patch, Reductions, "add_waiting", lambda put, _: put(Streams, "marked", lambda streams, work: work))
 
 
 def _one_mover_unnoticed(context: str) -> Callable[[Patch], None]:
@@ -253,7 +261,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a block is taken while it is in use": _blocks_claimed_while_busy,
     "a block is taken from a late reader": _blocks_claimed_under_late_readers,
     "a fetch does not wait for the update": _no_fetch_behind_compute_in(Scheduler, "updated"),
-    "a fetch does not wait for the start": _no_fetch_behind_compute_in(Scheduler, "__init__"),
+    "a fetch does not wait for the start": _no_fetch_behind_compute_in(Gathers, "__init__"),
     "a host's update does not wait for fetches": _step_not_behind("_fetch"),
     "a host's update does not wait for reductions": _host_not_behind_reductions,
     "compute does not wait for a gather": _no_wait_for_the_gather,
@@ -282,7 +290,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "a gradient is added late on compute, and nobody waits for it": _late_sums_on_compute,
     "the end of a late addition is not recorded": _late_sums_unmarked,
     "an early update does not wait for its gradient": _early_updates_do_not_wait_for_gradients,
-    "a sum is added to while it is reduced": _without(Scheduler, "_order_behind_reduction in _copy_in"),
+    "a sum is added to while it is reduced": _without(Gradients, "order_behind_reduction in _copy_in", on=Reductions),
     "the host does not wait where only fetches run": _one_mover_unnoticed("fetching"),
     "the host does not wait where only reductions run": _one_mover_unnoticed("reducing"),
 }

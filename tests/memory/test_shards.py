@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Tier
@@ -25,7 +26,13 @@ from elixir_moe.memory.blocks import Block, ShardBlock
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.shard_state import Contents, ShardState
 from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
-from elixir_moe.runtime.chunk import Chunk, ChunkState, Gradients, Placeholder
+from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.gradients import GradientBuffer, Gradients
+from elixir_moe.runtime.phase import Phase
+from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.streams import Streams
+from elixir_moe.runtime.weights import Weights, WeightState
+from elixir_moe.runtime.writes import Writes
 
 CPU = torch.device("cpu")
 NUMEL = 64
@@ -346,11 +353,8 @@ def chunk_of(dtype: torch.dtype, *, in_place: bool = False) -> Chunk:
     layout = build_layout([ParamSpec(name="p", shape=tuple(p.shape), key=key) for p in params], NUMEL)
     (spec,) = (layout.with_homes({0}) if in_place else layout).chunks
     (shard,) = build_shards([(spec, Tier.DEVICE)], CPU)
-    communicator = mock.Mock(spec=Communicator, rank=0, index=0)
-    chunk = Chunk(spec, params, ["weight", "bias"], shard, communicator, Placeholder(CPU))
-    if in_place:
-        chunk.block = ShardBlock(shard, Statistics())
-    return chunk
+    communicator = mock.Mock(spec=Communicator, rank=0, index=0, tagged=True)
+    return Chunk.of(spec, params, ["weight", "bias"], shard, communicator, Placeholder(CPU))
 
 
 @pytest.fixture
@@ -358,17 +362,22 @@ def chunk() -> Chunk:
     return chunk_of(torch.float32)
 
 
-@pytest.mark.parametrize("source", ChunkState)
-@pytest.mark.parametrize("target", ChunkState)
-def test_only_the_table_is_legal(chunk: Chunk, source: ChunkState, target: ChunkState) -> None:
-    chunk.state = source
+@pytest.fixture
+def weights(chunk: Chunk) -> Weights:
+    return Weights(chunk, None)
+
+
+@pytest.mark.parametrize("source", WeightState)
+@pytest.mark.parametrize("target", WeightState)
+def test_only_the_table_is_legal(weights: Weights, source: WeightState, target: WeightState) -> None:
+    weights.state = source
     if (source.value, target.value) in LEGAL:
-        chunk.transition(target)
-        assert chunk.state is target
+        weights.move(target)
+        assert weights.state is target
     else:
-        with pytest.raises(AssertionError, match=f"chunk 0: {source.value} -> {target.value} is not legal"):
-            chunk.transition(target)
-        assert chunk.state is source
+        with pytest.raises(AssertionError, match=rf"chunk 0 \(.*: {source.value} -> {target.value} is not legal"):
+            weights.move(target)
+        assert weights.state is source
 
 
 def test_released_parameters_look_right_and_read_as_nan(chunk: Chunk) -> None:
@@ -386,75 +395,72 @@ def block_for(chunk: Chunk, fill: float = 0.0) -> Block:
     return Block(memory.view(torch.uint8), Statistics())
 
 
-def gather(chunk: Chunk) -> Block:
+def gather(weights: Weights) -> Block:
     """Fills the chunk's block, a new one unless it has its own, with 0, 1, 2, … and attaches the chunk."""
-    chunk.block = chunk.block or block_for(chunk)
-    chunk.transition(ChunkState.GATHERING)
-    chunk.buffer = chunk.block.claim(chunk.spec).copy_(torch.arange(chunk.spec.numel))
-    chunk.attach()
-    chunk.transition(ChunkState.GATHERED)
-    return chunk.block
+    spec = weights.chunk.spec
+    weights.block = weights.block or block_for(weights.chunk)
+    weights.move(WeightState.GATHERING)
+    weights.buffer = weights.block.claim(spec).copy_(torch.arange(spec.numel))
+    weights.attach()
+    weights.move(WeightState.GATHERED)
+    return weights.block
 
 
-def open_gradients(chunk: Chunk) -> Gradients:
-    """Gives the chunk's gradients a block that others have left full of numbers."""
-    chunk.gradient_block = block_for(chunk, fill=9.0)
-    chunk.open_gradients()
-    assert chunk.gradients is not None
-    return chunk.gradients
+def opened(chunk: Chunk, block: Block) -> GradientBuffer:
+    """The chunk's gradients in a block."""
+    gradients = Gradients(chunk)
+    gradients.block = block
+    gradients.open()
+    assert gradients.buffer is not None
+    return gradients.buffer
 
 
-def test_gathered_parameters_are_views_of_the_block(chunk: Chunk) -> None:
-    gather(chunk)
-    weight, bias = chunk.parameters
-    assert chunk.buffer is not None
-    assert weight.data_ptr() == chunk.buffer.data_ptr()
+def test_gathered_parameters_are_views_of_the_block(weights: Weights) -> None:
+    gather(weights)
+    weight, bias = weights.chunk.parameters
+    assert weights.buffer is not None
+    assert weight.data_ptr() == weights.buffer.data_ptr()
     assert weight.flatten().tolist() == list(range(16))
     assert bias.tolist() == [16.0, 17.0, 18.0], "the second parameter starts on the next line"
-    chunk.detach()
+    weights.detach()
     assert weight.isnan().all()
-    assert chunk.buffer is None
+    assert weights.buffer is None
 
 
 def test_a_block_makes_the_views_of_a_chunk_once_and_still_sees_every_other_view(
-    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and gradients are shown by the same views; a view that somebody keeps moves the block as ever."""
     made: list[torch.Tensor] = []
-    make = Chunk.places_in
+    make, chunk = Chunk.views, weights.chunk
 
     def counted(self: Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
         made.extend(views := make(self, memory))
         return views
 
-    monkeypatch.setattr(Chunk, "places_in", counted)
+    monkeypatch.setattr(Chunk, "views", counted)
     statistics = Statistics()
-    chunk.block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), statistics)
+    weights.block = block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), statistics)
 
     def leave() -> None:
-        chunk.detach()
-        chunk.transition(ChunkState.SHARDED)
-        assert chunk.block is not None
-        chunk.block.vacate(Work())
+        weights.detach()
+        weights.move(WeightState.SHARDED)
+        block.vacate(Work())
 
     for _ in range(3):
-        gather(chunk)
+        gather(weights)
         leave()
-    chunk.gradient_block = chunk.block
-    chunk.open_gradients()
-    assert chunk.gradients is not None
-    chunk.gradients.add([(0, torch.ones(chunk.parameters[0].shape))])
-    chunk.gradients = chunk.gradient_block = None
+    opened(chunk, block).add([(0, torch.ones(chunk.parameters[0].shape))])
     assert (len(made), statistics.blocks_replaced) == (2, 0)
-    gather(chunk)
+    gather(weights)
     kept = chunk.parameters[0].detach()
     leave()
-    gather(chunk)
+    gather(weights)
     assert (len(made), statistics.blocks_replaced) == (4, 1), "the kept view has the old memory"
     assert chunk.parameters[0].data_ptr() == made[2].data_ptr() != kept.data_ptr()
     assert kept.flatten().tolist() == chunk.parameters[0].flatten().tolist() == list(range(16))
     leave()
-    gather(chunk)
+    gather(weights)
     assert (len(made), statistics.blocks_replaced) == (4, 1)
 
 
@@ -474,9 +480,9 @@ def test_a_block_drops_views_before_there_are_too_many(chunk: Chunk, monkeypatch
     assert statistics.blocks_replaced == 0, "every view is one of the block's own"
 
 
-def test_gradients_are_copied_to_a_block_of_their_own_and_leave_the_weights(chunk: Chunk) -> None:
-    block = gather(chunk)
-    gradients = open_gradients(chunk)
+def test_gradients_are_copied_to_a_block_of_their_own_and_leave_the_weights(weights: Weights) -> None:
+    block, chunk = gather(weights), weights.chunk
+    gradients = opened(chunk, block_for(chunk, fill=9.0))
     gradients.add([(1, torch.full((3,), 7.0))])
     gradients.add([(1, torch.full((3,), 1.0))])
     sent = gradients.complete()
@@ -486,43 +492,48 @@ def test_gradients_are_copied_to_a_block_of_their_own_and_leave_the_weights(chun
     assert chunk.parameters[1].tolist() == [16.0, 17.0, 18.0]
 
 
-def test_what_was_written_without_a_trace_is_said_too(chunk: Chunk) -> None:
-    gather(chunk)
-    chunk.look([])
-    assert chunk.altered is None, "the first look only remembers"
-    chunk.look([])
-    assert chunk.altered is not None and chunk.altered.tolist() == [False, False]
-    first, second = (parameter.data for parameter in chunk.parameters)
+def test_what_was_written_without_a_trace_is_said_too(weights: Weights) -> None:
+    writes = Writes([weights], [Gradients(weights.chunk)], Streams(CPU), Phase())
+    (seen,) = writes._seen
+    gather(weights)
+    writes.watch(weights)
+    assert seen.altered is None, "the first look only remembers"
+    writes.watch(weights)
+    assert seen.altered is not None and seen.altered.tolist() == [False, False]
+    first, second = (parameter.data for parameter in weights.chunk.parameters)
     first.copy_(first.flip(0))
     second.add_(1)
-    assert not chunk.written(), "nothing tells of it"
-    chunk.look([1])
-    assert chunk.altered.tolist() == [True, False], "the second was stored"
+    assert not writes._written(weights), "nothing tells of it"
+    writes._look(weights, [1])
+    assert seen.altered.tolist() == [True, False], "the second was stored"
 
 
-def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(chunk: Chunk) -> None:
-    gather(chunk)
-    view = chunk.parameters[1].detach()
-    chunk.detach()
-    chunk.state = ChunkState.SHARDED
+def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(weights: Weights) -> None:
+    writes = Writes([weights], [Gradients(weights.chunk)], Streams(CPU), Phase())
+    gather(weights)
+    view = weights.chunk.parameters[1].detach()
+    weights.reset()
     view.add_(1)
     with pytest.raises(
         ElixirError, match=r"'bias' was written through a view .* em\.unsharded\(parameter, write=True\)"
     ):
-        gather(chunk)
+        writes.refuse_old_views(weights)
 
 
 def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None:
     """Nothing takes the place of weights in blocks but other weights; here their own gradient does."""
     chunk = chunk_of(torch.bfloat16, in_place=True)
-    gather(chunk)
+    blocks = mock.Mock(own={0: ShardBlock(chunk.shard, Statistics())})
+    reductions = Scheduler([chunk], CacheState(0), blocks, None, Streams(CPU), Statistics()).reductions
+    (weights,), (gradients,) = reductions._weights, reductions._gradients
+    gather(weights)
     view, reduced = chunk.parameters[0].detach(), torch.full((chunk.spec.numel,), 2.0, dtype=torch.bfloat16)
-    chunk.holds = 1
-    chunk.add_reduced(reduced)
+    weights.holds = 1
+    reductions._add_reduced(gradients, reduced, None)
     assert chunk.parameters[0].flatten().tolist() == list(range(16)), "somebody computes with them"
     assert not chunk.shard.has_gradient
-    chunk.holds = 0
-    chunk.add_waiting()
+    weights.holds = 0
+    reductions.add_waiting(0)
     assert chunk.shard.gradient().eq(2).all()
     assert view.flatten().tolist() == list(range(16))
     assert chunk.parameters[0].isnan().all()
@@ -530,7 +541,7 @@ def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None
 
 def test_gradients_are_zero_between_and_behind_parameters(chunk: Chunk) -> None:
     """What lies between parameters is sent and summed, and counts in the norm: it must be zero."""
-    gradients = open_gradients(chunk)
+    gradients = opened(chunk, block_for(chunk, fill=9.0))
     for index, parameter in enumerate(chunk.parameters):
         gradients.add([(index, torch.ones_like(parameter))])
     assert gradients.complete().sum() == 16 + 3

@@ -278,8 +278,8 @@ def limited(folder: str) -> list[list[Any]]:
                 loss = model(rows(step, micro, torch.float16)).float().square().mean()
                 optimizer.scale(loss * (math.inf if step == 1 else 1.0)).backward()
             if step != 1:
-                model._elixir.scheduler.drain()
-                squares = [chunk.shard.squares for chunk in model._elixir.scheduler.chunks if chunk.has_gradient]
+                model._elixir.scheduler.reductions.drain()
+                squares = [chunk.shard.squares for chunk in model._elixir.scheduler.chunks if chunk.shard.has_gradient]
                 assert squares and (not whole or None not in squares), "the norm reads no gradient"
                 optimizer.clip_grad_value_(1e-3)
                 found += [*optimizer.grad_norms().values(), optimizer.clip_grad_norm_(math.inf).item()]

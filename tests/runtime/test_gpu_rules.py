@@ -41,6 +41,7 @@ from elixir_moe.memory.slabs import Slab, host_zeros
 from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
+from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.setup.filling import Passage, _Sources
 from elixir_moe.train.training import Training
 from tests.support.ranks import RankPool
@@ -383,7 +384,6 @@ def test_cores_that_a_rank_has_been_bound_to_are_not_divided_again(cores: Cores)
 def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
-    (chunk,) = optimizer._scheduler.chunks
     asked: list[torch.device] = []
 
     def threads(device: torch.device) -> int:
@@ -393,7 +393,7 @@ def test_both_passes_over_a_host_shard_run_on_the_threads_of_its_device(monkeypa
     monkeypatch.setattr("elixir_moe.runtime.chunk.host_threads", threads)
     monkeypatch.setattr("elixir_moe.optim.shard_update.host_threads", threads)
     model(torch.ones(2, 4)).square().mean().backward()
-    chunk.device = torch.device("cuda", 1)
+    monkeypatch.setattr(Chunk, "device", torch.device("cuda", 1))
     optimizer.step()
     assert asked == [torch.device("cuda", 1)] * 2
     optimizer.close()

@@ -59,7 +59,7 @@ def test_forwards_without_a_backward_are_merged() -> None:
     for _ in range(400):
         last = model(rows)
     assert len(model._elixir.hooks.machine.forwards) <= 256
-    assert len(model._elixir.scheduler._record) <= 4, "requests of the last forward alone"
+    assert len(model._elixir.scheduler.gathers._record) <= 4, "requests of the last forward alone"
     (first.sum() + last.sum()).backward()
     optimizer.step()
     found = em.full_state_dict(model)

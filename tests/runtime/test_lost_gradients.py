@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_moe as em
 from elixir_moe.distributed import collectives
-from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.phase import BROKEN, READY, REDUCED, State
+from elixir_moe.runtime.reductions import Reductions
 from tests.memory.test_shards import NUMEL, shard_of
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 from tests.support.ranks import RankPool
@@ -92,11 +92,11 @@ def run_without_groups() -> None:
 
 def leave_groups(model: Any, state: State) -> None:
     assert model._elixir.phase.now is state
-    assert any(chunk.has_gradient for chunk in model._elixir.scheduler.chunks)
+    assert any(chunk.shard.has_gradient for chunk in model._elixir.scheduler.chunks)
     control = model._elixir.groups.control
     model._elixir.kept.outlive(lambda: control)
     assert model._elixir.phase.now is READY
-    assert not any(chunk.has_gradient for chunk in model._elixir.scheduler.chunks)
+    assert not any(chunk.shard.has_gradient for chunk in model._elixir.scheduler.chunks)
 
 
 def test_no_gradient_outlives_the_process_groups(ranks: Ranks) -> None:
@@ -109,8 +109,8 @@ def step_after_a_failed_end(error: type[BaseException]) -> str:
     mean_square(model, batch(0)).backward()
     optimizer.step()
     mean_square(model, batch(1)).backward()
-    assert optimizer._scheduler._in_flight, "their ends are still to come"
-    with mock.patch.object(Chunk, "add_reduced", side_effect=error), pytest.raises(error), torch.no_grad():
+    assert optimizer._scheduler.reductions._in_flight, "their ends are still to come"
+    with mock.patch.object(Reductions, "_add_reduced", side_effect=error), pytest.raises(error), torch.no_grad():
         model(batch(2))
         model(batch(2))
     with pytest.raises(em.UsageError) as said:

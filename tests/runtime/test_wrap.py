@@ -560,6 +560,8 @@ def open_and_close() -> list[int]:
 def test_no_thread_of_a_process_group_outlives_the_end(ranks: Ranks) -> None:
     """Each wakes up a hundred times a second."""
     for before, *found in ranks(2).run(open_and_close):
+        if not before:
+            pytest.skip("this torch gives no name to the threads of gloo")
         assert found[1] == found[3] == before < min(found[0], found[2]), (before, found)
 
 
@@ -600,7 +602,7 @@ def test_close_closes_everything_though_a_part_of_it_fails(monkeypatch: pytest.M
     mean_square(model, rows()).backward()
     optimizer.step()
     with monkeypatch.context() as patch:
-        for place, name in ((dist, "barrier"), (optimizer._scheduler, "drain")):
+        for place, name in ((dist, "barrier"), (optimizer._scheduler.reductions, "drain")):
             patch.setattr(place, name, Mock(side_effect=RuntimeError(f"{name}: connection closed by peer")))
         with pytest.raises(em.ElixirError, match="barrier: connection closed"):
             optimizer.close()

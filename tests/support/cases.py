@@ -57,7 +57,7 @@ def rounds_asked() -> Iterator[list[tuple[CacheRequest, ...]]]:
     learn = Scheduler.learn
 
     def learned(scheduler: Scheduler) -> None:
-        rounds.append(tuple(scheduler._record))
+        rounds.append(tuple(scheduler.gathers._record))
         learn(scheduler)
 
     with pytest.MonkeyPatch.context() as patch:

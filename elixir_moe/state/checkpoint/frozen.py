@@ -9,6 +9,7 @@ Each frozen shard is read once. A chunk keeps the sums of this rank until one of
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,13 @@ def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[s
     holdings = [held for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable]
 
     def sums_here() -> dict[str, int]:
-        wrapped.scheduler.writes.keep_all()
+        writes = wrapped.scheduler.writes
+        writes.keep_all()
         sums: dict[str, int] = {}
         for held in holdings:
-            sums[held.name] = sums.get(held.name, 0) + _kept_sum(held)
+            sums[held.name] = sums.get(held.name, 0) + writes.kept_sum(
+                (held.chunk.spec.index, held.index), partial(_sum_here, held)
+            )
         return sums
 
     found = raise_on_all_ranks("hashed the frozen weights", sums_here, process_group, error=CheckpointError)
@@ -49,11 +53,8 @@ def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[s
     }
 
 
-def _kept_sum(held: HeldPiece) -> int:
-    sums = held.chunk.frozen_sums
-    if held.index not in sums:
-        sums[held.index] = _sum(held.cut(*share_of(held.chunk)), held.grid)
-    return sums[held.index]
+def _sum_here(held: HeldPiece) -> int:
+    return _sum(held.cut(*share_of(held.chunk)), held.grid)
 
 
 def _sum(held: HeldPiece, grid: tuple[int, ...]) -> int:

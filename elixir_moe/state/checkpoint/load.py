@@ -473,6 +473,7 @@ def _carry_out(todo: _Todo, files: Files, wrapped: Wrapped, source: str) -> None
     optimizer = wrapped.optimizer
     with wrapped.kept.rewriting():
         for move in todo.moves:
+            wrapped.scheduler.writes.forget_sums(move.held.chunk.spec.index)
             _fill(move, files, wrapped.kept)
         for buffer, file, key in todo.buffers:
             buffer.copy_(files.read(file, key))
@@ -490,7 +491,6 @@ def _carry_out(todo: _Todo, files: Files, wrapped: Wrapped, source: str) -> None
 
 def _fill(move: _Move, files: Files, state: OptimizerState) -> None:
     held, (first, _) = move.held, move.parts[0]
-    held.chunk.frozen_sums.clear()
     kept = {WEIGHT: held.values}
     if move.updates is not None:
         dtypes = {optimizer_name(name): DTYPES[first.state[name]] for name in move.names if name != WEIGHT}
