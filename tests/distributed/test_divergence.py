@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import elixir_moe as em
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import LayoutError, OutOfStepError
+from elixir_moe.runtime.gathers import Gathers
 from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.reduction_order import Peers
-from elixir_moe.runtime.scheduler import Scheduler
 from tests.support.cases import placed
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
@@ -316,7 +316,7 @@ def taken_again(plan: em.Plan) -> dict[str, Any]:
     found: dict[str, Any] = {"behind": 0}
     with pytest.MonkeyPatch.context() as patch:
         ahead = dist.get_rank() == 0  # as where updates end earlier, and reductions
-        patch.setattr(Scheduler, "_may_begin", lambda *_, **__: ahead)
+        patch.setattr(Gathers, "_may_begin", lambda *_, **__: ahead)
         for step in range(4):
             rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             if step == 2:
