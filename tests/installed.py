@@ -27,7 +27,8 @@ assert package.is_relative_to(sys.prefix), f"{package} is not of this environmen
 assert kernels.cpu_features() == _native.cpu_features()
 needed = ["py.typed", "_native.pyi", "search/gpus.json", "search/papers/zero_infinity.json"]
 missing = [name for name in needed if not (package / name).is_file()]
-assert not missing and list(package.glob("search/machines/*.json")), f"not in the wheel: {missing}"
+shapes = len(list(package.glob("models/configs/*/*.json")))
+assert not missing and shapes == 21 and list(package.glob("search/machines/*.json")), f"not in the wheel: {missing}"
 surplus = [name for name in ("tests", "benchmarks", "docs") if (package.parent / name).exists()]
 assert not surplus, f"the wheel brings {surplus}"
 print(f"{package}, kernels: {kernels.cpu_features()}")

@@ -106,18 +106,17 @@ def answered(asked: Asked) -> Answer:
 
 
 def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) -> Iterator[str]:
-    yield from assumed_lines(asked.known, asked.task.hardware)
     where = f"{asked.task.gpus} x {asked.task.hardware.name}"
     if asked.choice is None:
-        yield from _wrapped(f"{asked.given.name}, {way_of(asked.known)}: does not fit on {where}.")
+        yield from wrapped(f"{asked.given.name}, {way_of(asked.known)}: does not fit on {where}.")
         lacks, _, changes = asked.reason.partition(": ")[2].partition("; ")
         smallest, *others = changes.split(", or ")
-        yield from _wrapped(f"  lacks   {lacks}", "          ")
-        yield from _wrapped(f"Smallest change: {smallest}." + "".join(f" Or {other}." for other in others))
+        yield from wrapped(f"  lacks   {lacks}", "          ")
+        yield from wrapped(f"Smallest change: {smallest}." + "".join(f" Or {other}." for other in others))
         for each in helps:
-            yield from _wrapped(each)
+            yield from wrapped(each)
         return
-    yield from _wrapped(f"{asked.given.name}, {way_of(asked.known)}: fits on {where}.")
+    yield from wrapped(f"{asked.given.name}, {way_of(asked.known)}: fits on {where}.")
     figures = Figures.of_choice(asked.choice)
     yield from memory_lines(figures)
     yield from speed_lines(figures)
@@ -125,7 +124,7 @@ def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) 
     if command is None:
         yield "In a script:"
         for line in _to_paste(asked, asked.choice).split("; then: "):
-            yield from _wrapped(line, "      ", first="  ")
+            yield from wrapped(line, "      ", first="  ")
 
 
 def way_of(known: argparse.Namespace) -> str:
@@ -145,7 +144,7 @@ def assumed_lines(known: argparse.Namespace, hardware: Hardware) -> Iterator[str
     said += [f"{known.seq:,} tokens a row (--seq)"] if "seq" in known.assumed else []
     said += ["rates of links and of Adam (--details)"] if {*assumed} - {"cpu_bytes"} else []
     if said:
-        yield from _wrapped(f"Assumed: {', '.join(said)}.", "  ")
+        yield from wrapped(f"Assumed: {', '.join(said)}.", "  ")
 
 
 def run_lines(command: Sequence[str] | None) -> Iterator[str]:
@@ -155,7 +154,7 @@ def run_lines(command: Sequence[str] | None) -> Iterator[str]:
         yield from _continued(command)
 
 
-def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
+def wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
     """The text in lines of 80 columns; a longer word has a line of its own."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

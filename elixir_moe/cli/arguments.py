@@ -170,10 +170,16 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--gpus", type=int, metavar="N", default=1, help="number of GPUs; by default 1")
     verb.add_argument(
-        "--ram", metavar="SIZE", help="host memory of one host: 128 GiB; by default what --gpu is sold in"
+        "--ram",
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory of one host: 128 GiB; by default what --gpu is sold in",
     )
     verb.add_argument(
-        "--ram-reserve", metavar="SIZE", help="host memory not to plan for; by default 6 GiB, and 3 a GPU"
+        "--ram-reserve",
+        "--host-reserve",
+        metavar="SIZE",
+        help="host memory not to plan for; by default 6 GiB, and 3 a GPU",
     )
     verb.add_argument("--disk-size", metavar="SIZE", help="disk of one host for shards: 2 TB; by default none")
     verb.add_argument("--disk-speed", metavar="RATE", help="of reads and writes: 6 GB/s; by default 3 GB/s")

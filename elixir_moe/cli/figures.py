@@ -81,8 +81,8 @@ class Figures:
         seconds = self.seconds
         return {
             "compute": seconds.compute + seconds.units,
-            "link to the GPU": seconds.fetch,
-            "link from the GPU": seconds.offload,
+            "link to GPU": seconds.fetch,
+            "link from GPU": seconds.offload,
             "other GPUs": seconds.exposed,
             "Adam": seconds.device_update + seconds.host_update,
             "Adam on disk": seconds.disk_update,
@@ -132,7 +132,7 @@ def speed_lines(figures: Figures) -> Iterator[str]:
     """The seconds of a step, tokens a second, and what they wait for."""
     step = figures.seconds.step
     speed = f"{seconds_text(step)}, {figures.tokens_per_second:,.0f} tokens/s in all"
-    yield f"  step    {speed}; it waits for {figures.waits_for}"
+    yield f"  step    {speed}; mostly waits for: {figures.waits_for}"
     shown = [f"{name} {seconds_text(value)}" for name, value in figures.parts.items() if value > _WORTH * step]
     for first in range(0, len(shown), 2):
         yield f"  {'' if first else 'of it':8}{', '.join(shown[first : first + 2])}"

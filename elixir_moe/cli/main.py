@@ -22,6 +22,7 @@ from importlib import import_module
 
 from elixir_moe.cli.arguments import first_sign, parser_of
 from elixir_moe.cli.ending import leave, number_of_ranks, rank_here, tell
+from elixir_moe.cli.garbage import uncollected
 from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, meant
 from elixir_moe.models.known import find
 from elixir_moe.names import TRAINERS
@@ -89,11 +90,12 @@ def _run_verb(known: argparse.Namespace) -> int:
             print(first_sign(known), file=sys.stderr, flush=True)
         known.model = find(known.model)
 
-    from elixir_moe.parallel.mesh import prepare_process
+    with uncollected():
+        from elixir_moe.parallel.mesh import prepare_process
 
-    prepare_process()
-    file = "finetune" if known.verb in TRAINERS else known.verb
-    code: int = import_module(f"{__package__}.{file}").run(known)
+        prepare_process()
+        verb = import_module(f"{__package__}.{'finetune' if known.verb in TRAINERS else known.verb}")
+    code: int = verb.run(known)
     return code
 
 

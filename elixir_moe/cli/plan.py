@@ -4,7 +4,6 @@ Owns its output. Decides nothing: `search` finds the plan, `models.presets` buil
 """
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
 from elixir_moe.chunks.plan import Tier, seconds_text, size_text
-from elixir_moe.cli.answer import Answer, Asked, answered, tokens_per_second
+from elixir_moe.cli.answer import Answer, Asked, answered, assumed_lines, tokens_per_second
 from elixir_moe.cli.figures import Figures, recommended, words_of
+from elixir_moe.cli.garbage import uncollected
 from elixir_moe.cli.largest import run_largest
 from elixir_moe.cli.tasks import (
     DTYPES,
@@ -91,13 +91,15 @@ def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Fig
     report["answer"] = list(answer.sentences)
     if known.compare:
         report["compare"] = list(_compare(task, choice))
+    best = recommended(ways) if ways else ""
     if ways:
-        best = recommended(ways)
         ways = {**ways, best: ways[best] if choice is None else Figures.of_choice(choice)}
         report["ways"] = words_of(ways)
-        if not known.json:
-            print("\n".join(ways_lines(known, hardware, ways, best)))
-    print(json.dumps(report) if known.json else _as_text(known, report, answer, asked))
+    if known.json:
+        print(json.dumps(report))
+    else:
+        above = [*assumed_lines(known, hardware), *(ways_lines(known, hardware, ways, best) if ways else ())]
+        print("\n".join([*above, _as_text(known, report, answer, asked)]))
     return 0 if choice is not None else 2
 
 
@@ -209,19 +211,9 @@ def _check_sizes(known: argparse.Namespace) -> None:
 
 
 def _import_compiler() -> None:
-    """Imports the module that fake tensors and checkpointing import at first use, which takes half of the command.
-
-    The present objects are then exempt from garbage collection: the last collections, at interpreter exit, would take
-    as long as the search.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    """Imports the module that fake tensors and checkpointing import at first use, which takes half of the command."""
+    with uncollected():
         import_module(IMPORTED_LATE)
-    finally:
-        if collects:
-            gc.enable()
-    gc.freeze()
 
 
 def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:

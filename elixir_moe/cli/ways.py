@@ -4,15 +4,14 @@ Owns its output. Decides nothing: `search.quick` has the formulas, `figures` rec
 """
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 
 from elixir_moe.chunks.param_spec import Precision
-from elixir_moe.cli.answer import assumed_lines, run_lines, sft_words, way_of
+from elixir_moe.cli.answer import assumed_lines, run_lines, sft_words, way_of, wrapped
 from elixir_moe.cli.figures import Figures, memory_lines, recommended, speed_lines, table, words_of
+from elixir_moe.cli.garbage import uncollected
 from elixir_moe.cli.tasks import DTYPES, choose_way, machine_task, model_of, named
 from elixir_moe.errors import ConfigError
 from elixir_moe.models.presets import Planned
@@ -50,7 +49,7 @@ def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int
     started = time.perf_counter()
     asked = {way: _asked(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}
     answers: dict[str, tuple[Planned, Figures]] = {}
-    with Waits(quiet=known.quiet)("counting bytes and operations by formulas"), _uncollected():
+    with Waits(quiet=known.quiet)("counting bytes and operations by formulas"), uncollected():
         for way, each in asked.items():
             answers[way] = figures_of(each, hardware)
     ways = {way: figures for way, (_, figures) in answers.items()}
@@ -99,7 +98,7 @@ def _lines(
     if ways:
         yield from ways_lines(known, hardware, ways, best)
     fits = "fits" if figures.fits else "does not fit"
-    yield f"{named(known).name}, {way_of(known)}: {fits} on {known.gpus} x {hardware.name}."
+    yield from wrapped(f"{named(known).name}, {way_of(known)}: {fits} on {known.gpus} x {hardware.name}.")
     if not figures.fits:
         yield f"  lacks   {figures.lacks}"
     else:
@@ -107,18 +106,6 @@ def _lines(
         yield from speed_lines(figures)
         yield from run_lines(command)
     yield f"By formulas, mostly within {USUAL_ERROR:.0%} of the exact answer: ask again without --quick."
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """While open, no garbage is collected: that takes a third of the time in which large models are built."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _asked(known: argparse.Namespace, words: Mapping[str, object]) -> argparse.Namespace:

@@ -162,7 +162,8 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
 
 def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Rough:
     """The answer for the machine of `task`, whose profile is the step's; elements have `itemsize` bytes."""
-    found = [_placed(step, task.keeping(regions), precision, itemsize) for regions in (0, 1)]
+    kept = (0,) if task.hardware.one_memory else (0, 1)
+    found = [_placed(step, task.keeping(regions), precision, itemsize) for regions in kept]
     return min(found, key=lambda rough: (sum(rough.missing.values()), rough.seconds.step))
 
 

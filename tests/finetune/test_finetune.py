@@ -331,8 +331,8 @@ ON_H100 = ["--gpu", "h100", "--gpus", "1", "--seq", "8", "--batch", "1"]
 @pytest.mark.parametrize(
     "words",
     [
-        ["plan", "--config", "FOLDER", *ON_H100],
-        ["plan", "--config", "FOLDER/config.json", *ON_H100],
+        ["plan", "FOLDER", *ON_H100],
+        ["plan", "FOLDER/config.json", *ON_H100],
         ["sft", "--model_name_or_path", "FOLDER", "--dataset_name", "FOLDER/rows.jsonl", "--use_cpu"],
     ],
     ids=["plan", "plan a file", "sft"],

@@ -192,7 +192,7 @@ def test_the_command_answers_and_draws(
 @pytest.mark.slow
 def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
-    command = "plan --model opt-13b --hardware dgx-2-v100-32g-x16 --gpus 16 --largest model --batch 1 --seq 1024"
+    command = "plan opt-13b --hardware dgx-2-v100-32g-x16 --gpus 16 --largest model --batch 1 --seq 1024"
     assert main(command.split()) == 0
     *shown, _searched = capsys.readouterr().out.splitlines()
     assert "\n    ".join([f"    $ elixir-moe {command}", *shown]) in text
