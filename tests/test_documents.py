@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +178,8 @@ def test_snippets_run_with_what_their_reader_has(
 def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = ROOT / "examples" / "finetune.py"
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert shown and shown[1] == example.read_text()
+    lines = iter(example.read_text().splitlines())
+    assert shown and all(line in lines for line in shown[1].splitlines()), "they are lines of the example, in its order"
     letters = {letter: i for i, letter in enumerate("?abcdefgh")}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -193,6 +195,23 @@ def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatc
     after = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
     moved = (after.lm_head.weight - before.lm_head.weight.bfloat16().float()).abs().max().item()
     assert 0 < moved < 1e-2, "two steps of at most 1e-5, rounded to bf16"
+
+
+def test_the_readme_is_short_and_has_the_figures_of_the_certificate() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len([word for line in readme.splitlines() if not line.startswith("|") for word in line.split()]) <= 700
+    page = (DOCS / "certificate.md").read_text()
+    equal, rows = re.search(r"(\d+) of (\d+) rows are equal", page).groups()
+    worst = {check: re.search(rf"(?m)^\| {check} \| \d+ \| (\S+) \|", page)[1] for check in ("loss", "weights")}
+    assert f"{equal} of {rows} rows are equal" in readme.replace("\n", " ")
+    assert all(difference in readme for difference in worst.values())
+
+
+@pytest.mark.slow
+def test_the_answer_in_the_readme_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"```\n\$ elixir-moe (plan .*?[^\\])\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert main([*shlex.split(shown[1].replace("\\\n", "")), "--quiet"]) == 0
+    assert capsys.readouterr().out == shown[2]
 
 
 @pytest.mark.parametrize(
