@@ -6,24 +6,22 @@ question and answer, all of them comments. The rest of a recipe is for `elixir-m
 
 import datetime
 import json
-import runpy
 import shlex
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from elixir_moe.models.known import find
+
 HERE = Path(__file__).parent
 RECIPES = sorted(HERE.glob("*.yaml"))
-_MODELS = runpy.run_path(str(HERE.parent / "docs" / "speed_of_light.py"))["MODELS"]
-_ALIKE = {"Llama-3.1-8B-Instruct": "Llama-3.1-8B", "Llama-3.3-70B-Instruct": "Llama-3.3-70B"}
-_ALIKE |= {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B"}
-_END = ("By command:", "In a script:")
+_END = ("Run:", "In a script:")
 """Where the answer begins to say what to run, which the recipe itself says."""
+_UNSPREAD = "(asked without spread_experts, for which plan has no word)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +37,11 @@ class Recipe:
     settings: dict[str, Any]
 
     @property
-    def model(self) -> str:
-        """The last part of its model's name."""
-        return str(self.settings["model_name_or_path"]).rpartition("/")[2]
-
-    @property
     def config(self) -> dict[str, Any]:
-        """The config.json of its model."""
-        found: dict[str, Any] = _MODELS[_ALIKE.get(self.model, self.model)]
+        """What ships of the config.json of its model."""
+        file = find(self.settings["model_name_or_path"]).config
+        assert file is not None, "recipes name models whose shapes ship"
+        found: dict[str, Any] = json.loads(Path(file).read_text())
         return found
 
 
@@ -61,18 +56,19 @@ def read(recipe: Path) -> Recipe:
 
 
 def asked(recipe: Recipe) -> str:
-    """The words of `elixir-moe plan` for a recipe."""
+    """The command that prices a recipe. A row of `dpo` has two texts; it and `kto` compute whole logits."""
     given = recipe.settings
-    pairs = 2 if recipe.verb == "dpo" else 1
-    words = ["--hf", recipe.model, recipe.machine, "--seq", given["max_length"]]
-    words += ["--batch", given["per_device_train_batch_size"] * pairs]
+    rows = given["per_device_train_batch_size"] * (2 if recipe.verb == "dpo" else 1)
+    words = [given["model_name_or_path"], recipe.machine, "--seq", given["max_length"], "--batch", rows]
     words += ["--accumulation", given["gradient_accumulation_steps"]]
-    words += ["--loss", "fused" if recipe.verb == "sft" else "whole"]
+    words += [] if recipe.verb == "sft" else ["--loss", "whole"]
     if given.get("use_peft"):
         targets = given["lora_target_modules"]
         targets = targets if isinstance(targets, str) else ",".join(targets)
         words += ["--lora", f"r={given['lora_r']},alpha={given['lora_alpha']},targets={targets}"]
-        words += ["--quantize", given.get("quantize", "mxfp4" if recipe.model.startswith("gpt-oss") else "none")]
+        words += ["--quantize", given["quantize"]] if "quantize" in given else []
+    else:
+        words.append("--full")
     for name in ("master", "moments"):
         words += [f"--{name}", given[f"plan_{name}"]] if f"plan_{name}" in given else []
     return f"elixir-moe plan {' '.join(map(str, words))}"
@@ -81,25 +77,21 @@ def asked(recipe: Recipe) -> str:
 def answer(recipe: Path) -> str:
     """The comment that answers a recipe."""
     found = read(recipe)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / found.model).mkdir()
-        (Path(folder) / found.model / "config.json").write_text(json.dumps(found.config))
-        command = [sys.executable, "-m", "elixir_moe", *shlex.split(asked(found))[1:], "--quiet"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-m", "elixir_moe", *shlex.split(asked(found))[1:], "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{recipe.name}: {asked(found)}\n{done.stdout}{done.stderr}")
     lines = done.stdout.splitlines()
     lines = lines[: next((i for i, line in enumerate(lines) if line.startswith(_END)), len(lines))]
-    if found.settings.get("spread_experts"):
-        lines.append("(asked without spread_experts, for which plan has no word)")
+    lines += [_UNSPREAD] * ("spread_experts" in found.settings)
     return "".join(f"#   {line}\n" for line in lines)
 
 
 def head(recipe: Path) -> tuple[str, str]:
-    """The question in the head of a recipe, and its date; both empty if there are none."""
+    """The question in the head of a recipe, and its date."""
     written = recipe.read_text().removeprefix(read(recipe).title).lstrip("#\n ")
-    date, _, rest = written.partition("\n")[0].partition(": ")
-    return (rest, date) if rest.startswith("elixir-moe plan") else ("", "")
+    date, _, question = written.partition("\n")[0].partition(": ")
+    return question, date
 
 
 def write(recipe: Path) -> None:
