@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import elixir_moe as em
+from elixir_moe.cli.main import main
 from elixir_moe.cli.tasks import model_of, task_of
 from elixir_moe.search.solve import solve
 from tests.support.documents import anchors, links, made_pages
@@ -199,7 +200,9 @@ def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatc
 
 def test_the_readme_is_short_and_has_the_figures_of_the_certificate() -> None:
     readme = (ROOT / "README.md").read_text()
-    said = re.sub(r"```\n\$ .*?```", "", readme, flags=re.DOTALL)  # what commands print is not counted, as tables are not
+    said = re.sub(
+        r"```\n\$ .*?```", "", readme, flags=re.DOTALL
+    )  # what commands print is not counted, as tables are not
     assert len([word for line in said.splitlines() if not line.startswith("|") for word in line.split()]) <= 700
     page = (DOCS / "certificate.md").read_text()
     equal, rows = re.search(r"(\d+) of (\d+) rows are equal", page).groups()
