@@ -1,4 +1,4 @@
-"""What the planner says of each recipe: ``python recipes/answers.py [NAME ...]`` writes it into the heads of the files.
+"""What the planner says of each recipe: ``python recipes/answers.py [--quick] [NAME ...]`` writes it into their heads.
 
 Owns the way from a recipe to the words of `elixir-moe plan`, and the form of a head: title, command, machine, date,
 question and answer, all of them comments. The rest of a recipe is for `elixir-moe VERB --config FILE` and stays.
@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 RECIPES = sorted(HERE.glob("*.yaml"))
 _END = ("Run:", "In a script:")
 """Where the answer begins to say what to run, which the recipe itself says."""
+QUICK = " --quick"
 _UNSPREAD = "(asked without spread_experts, for which plan has no word)"
 
 
@@ -74,13 +75,12 @@ def asked(recipe: Recipe) -> str:
     return f"elixir-moe plan {' '.join(map(str, words))}"
 
 
-def answer(recipe: Path) -> str:
-    """The comment that answers a recipe."""
-    found = read(recipe)
-    command = [sys.executable, "-m", "elixir_moe", *shlex.split(asked(found))[1:], "--quiet"]
+def answer(found: Recipe, question: str) -> str:
+    """The comment that answers a question about a recipe."""
+    command = [sys.executable, "-m", "elixir_moe", *shlex.split(question)[1:], "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{recipe.name}: {asked(found)}\n{done.stdout}{done.stderr}")
+        sys.exit(f"{question}\n{done.stdout}{done.stderr}")
     lines = done.stdout.splitlines()
     lines = lines[: next((i for i, line in enumerate(lines) if line.startswith(_END)), len(lines))]
     lines += [_UNSPREAD] * ("spread_experts" in found.settings)
@@ -94,16 +94,18 @@ def head(recipe: Path) -> tuple[str, str]:
     return question, date
 
 
-def write(recipe: Path) -> None:
-    """Writes the answer into the head of a recipe."""
+def write(recipe: Path, *, quick: bool) -> None:
+    """Writes the answer into the head of a recipe; `quick`: that by formulas."""
     found, text = read(recipe), recipe.read_text()
     rest = text[text.index("\nmodel_name_or_path:") + 1 :]
-    said = f"#\n# {datetime.date.today().isoformat()}: {asked(found)}\n{answer(recipe)}"
+    question = asked(found) + QUICK * quick
+    said = f"#\n# {datetime.date.today().isoformat()}: {question}\n{answer(found, question)}"
     recipe.write_text(f"{found.title}\n{said}\n{rest}")
 
 
 if __name__ == "__main__":
+    named = [word for word in sys.argv[1:] if word != QUICK.strip()]
     for file in RECIPES:
-        if not sys.argv[1:] or any(word in file.stem for word in sys.argv[1:]):
-            write(file)
+        if not named or any(word in file.stem for word in named):
+            write(file, quick=QUICK.strip() in sys.argv)
             print(file.read_text().partition("\n\n")[0], flush=True)
