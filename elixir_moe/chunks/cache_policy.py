@@ -505,8 +505,8 @@ def simulate(
     return state.counts, decisions
 
 
-def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
-    """The weights that `simulate` loads without prefetches, in order: the same decisions, found many times faster.
+def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[int]]:
+    """By backward, the weights that `simulate` loads without prefetches: the same decisions, found many times faster.
 
     Raises:
         PlanError: there are fewer blocks than the schedule holds at once.
@@ -549,7 +549,7 @@ def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
         play()
         for chunk in [chunk for chunk in where if chunk not in schedule.kept]:
             empty.append(where.pop(chunk))
-    return [chunk for _ in range(backwards) for chunk in play()]
+    return [play() for _ in range(backwards)]
 
 
 def _play(schedule: Schedule, state: CacheState) -> list[Load]:

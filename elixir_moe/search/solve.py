@@ -276,10 +276,8 @@ def gathered(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
 
     Backwards behind `_ALIKE` gather what that one does.
     """
-    if backwards <= _ALIKE:
-        return gathers(schedule, blocks, backwards)
-    first = gathers(schedule, blocks, _ALIKE)
-    return first + (backwards - _ALIKE) * first[len(gathers(schedule, blocks, _ALIKE - 1)) :]
+    found = gathers(schedule, blocks, min(backwards, _ALIKE))
+    return [chunk for each in (*found, *(backwards - len(found)) * found[-1:]) for chunk in each]
 
 
 def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
