@@ -420,7 +420,8 @@ class Records(StepCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Called behind each evaluation."""
-        losses = [value for name, value in (metrics or {}).items() if name.endswith("_loss")]
+        found = metrics or {}
+        losses = [found[f"{name}_loss"] for name in _evaluated(found) if f"{name}_loss" in found]
         if losses and self._open is not None:
             self._val_loss = sum(losses) / len(losses)  # of several sets, their mean
             self._open = replace(self._open, val_loss=self._val_loss)
@@ -504,3 +505,8 @@ def _scale_rate(trainer: Any, factor: float) -> None:
     schedule = trainer.lr_scheduler
     if hasattr(schedule, "base_lrs"):
         schedule.base_lrs = [rate * factor for rate in schedule.base_lrs]
+
+
+def _evaluated(metrics: Mapping[str, float]) -> list[str]:
+    """The prefixes of data sets among metrics; Trainer gives each its runtime, and TRL also a loss of the routers."""
+    return [name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.parallel.dataless import has_data
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import attach, pattern_of
@@ -65,8 +66,8 @@ class Routers:
             self._counts[name] = self._counts[name] + found if name in self._counts else found
 
         def count(module: nn.Module, args: Sequence[Any], output: Sequence[Tensor]) -> None:
-            if not (module.training and torch.is_grad_enabled()):
-                return
+            if not (module.training and torch.is_grad_enabled() and has_data(output[0])):
+                return  # the planner's trace counts nothing
             found, weights = _sent(output, int(module.num_experts))  # type: ignore[arg-type]
             if not in_backward():
                 add(found)

@@ -245,3 +245,16 @@ def test_a_command_says_why_a_run_ended_early(
         monkeypatch.setattr("elixir_moe.finetune.run.finetune", ended)
         assert main(given) == code
         assert capsys.readouterr().err.splitlines()[-1].strip().endswith(said)
+
+
+def test_the_losses_of_an_evaluation_are_those_of_its_data_sets() -> None:
+    from elixir_moe.finetune.callbacks import _evaluated
+
+    metrics = {
+        "eval_loss": 3.9,
+        "eval_aux_loss": 2.0,
+        "eval_runtime": 1.0,
+        "eval_new_loss": 4.0,
+        "eval_new_runtime": 1.0,
+    }
+    assert _evaluated(metrics) == ["eval", "eval_new"]

@@ -310,3 +310,12 @@ def test_loads_are_shown() -> None:
 def test_what_has_no_router_is_told(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Routers(model(), **settings)
+
+
+def test_a_pass_on_tensors_without_data_counts_nothing() -> None:
+    """As the planner's, for which boolean indices have no length."""
+    model = mixture()
+    routers = Routers(model)
+    router = next(iter(routers.modules.values())).to("meta").train()
+    router(torch.zeros(4, model.config.hidden_size, device="meta"))
+    assert not routers._counts
