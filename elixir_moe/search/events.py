@@ -52,6 +52,8 @@ from elixir_moe.torch_private import (
 aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
 """Operators that read as much as they write, however large their source is."""
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+"""Products that torch's register of operations lacks, and those that it has in their place."""
 _PRODUCTS_INTO = (aten.mm.out, aten.addmm.out)
 _DEVICE = torch.ops.prim.device.default
 
@@ -203,7 +205,7 @@ class Recorder(Recording):
         with DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
             out = _computed(func, args, kwargs)
         made = [t for t in tensors_in(out) if self._take(t)]
-        packet = func._overloadpacket
+        packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if func.namespace in COLLECTIVES:
             self.events += _sent(func, args, out)
             return out

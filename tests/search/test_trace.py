@@ -167,6 +167,16 @@ def test_turns_of_a_loop_left_out_count_as_often_as_they_would_run(weight: str, 
     assert max(turns) > 3
 
 
+def test_all_three_products_of_a_loss_without_logits_are_counted() -> None:
+    """Logits, the gradient of the rows, and that of the weight, which is summed in place."""
+    head = nn.Sequential(nn.Linear(32, 500, bias=False))
+
+    def loss(model: Any, rows: Tensor) -> Tensor:
+        return linear_cross_entropy(rows.requires_grad_(), model[0], torch.zeros(64, dtype=torch.int64))
+
+    assert trace(head, loss, torch.randn(64, 32), tokens=64).flops == 3 * 2 * 64 * 32 * 500
+
+
 def test_a_trace_serves_any_number_of_ranks() -> None:
     alone, three = (trace(gpt(), lm_loss, batch(), world=world) for world in (1, 3))
     assert alone != three
