@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from elixir_moe.cli.arguments import add_plan
-from elixir_moe.cli.tasks import DTYPES, model_of, task_of
+from elixir_moe.cli.tasks import DTYPES, model_of, named, task_of
 from elixir_moe.models.adapters import adapted
 from elixir_moe.models.lora import Lora
 from elixir_moe.moe import experts
@@ -60,7 +60,7 @@ def asked(folder: Path, name: str, lora: bool, *further: str) -> argparse.Namesp
     """The arguments of `elixir-moe plan` for one of the models."""
     path = folder / "config.json"
     path.write_text(json.dumps(QUANTIZED.get(name) or CONFIGS[name]))
-    given = [str(path), "--gpu", "rtx-4090", "--batch", str(ROWS), "--seq", str(SEQ), *further]
+    given = [str(path), "--gpu", "rtx-4090", "--batch", str(ROWS), "--seq", str(SEQ), "--loss", "whole", *further]
     parser = argparse.ArgumentParser()
     add_plan(parser)
     return parser.parse_args([*given, *(["--lora", LORA[name]] if lora else [])])
@@ -125,7 +125,7 @@ def test_activations_are_those_of_a_real_step(
     monkeypatch.setattr(experts, "emulates", lambda _: False)  # a CPU without products in bf16 makes copies in fp32
     known = asked(tmp_path, name, lora, "--dtype", dtype, "--checkpointing", checkpointing)
     predicted = task_asked(known).profile.activation_bytes
-    model = real(known.config, known.lora, DTYPES[dtype], checkpointing == "layers")
+    model = real(named(known).config, known.lora, DTYPES[dtype], checkpointing == "layers")
     if dtype == "bf16":
         model.to(torch.bfloat16)  # adapters too, as under compute_dtype
     with Recorder(model, find_parts(model), []) as recorder:
@@ -189,7 +189,7 @@ def test_bytes_are_those_that_a_run_holds(
     plan = PLANS[home]
     wanted = predicted_of(price(task_asked(known), plan))
     assert wanted[home] > 0
-    for found in ranks(world).run(held, plan, known.config, known.lora, dtype, accumulation):
+    for found in ranks(world).run(held, plan, named(known).config, known.lora, dtype, accumulation):
         assert found == wanted
 
 
@@ -206,7 +206,7 @@ def test_bytes_of_a_quantized_base_are_those_that_a_run_holds(
     plan = replace(PLANS[home], chunk_numel=1 << 16)
     wanted = predicted_of(price(task, plan))
     assert wanted[home] > 0
-    for found in ranks(world).run(held, plan, known.config, known.lora, "bf16", 1, scheme):
+    for found in ranks(world).run(held, plan, named(known).config, known.lora, "bf16", 1, scheme):
         assert found == wanted
     full = task_asked(asked(tmp_path, scheme, True, *further[:2], "--quantize", "none"))
     assert task.profile.parameters == full.profile.parameters, "weights are counted, not bytes"
@@ -237,5 +237,5 @@ def test_bytes_of_the_plan_that_is_named(name: str, lora: bool, tmp_path: Path, 
     wanted = predicted_of(choice)
     assert wanted["host"] > 0
     plan = em.Plan.from_json(choice.plan.to_json())
-    for found in ranks(2).run(held, plan, known.config, known.lora, "bf16", 1):
+    for found in ranks(2).run(held, plan, named(known).config, known.lora, "bf16", 1):
         assert found == wanted

@@ -217,6 +217,6 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
 def test_bad_requests_are_refused_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *MACHINE, *arguments]) == 2
+    assert main(["plan", *MACHINE, *arguments, "--quiet"]) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1 and "ConfigError" in err
