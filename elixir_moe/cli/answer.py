@@ -187,6 +187,8 @@ def sft_words(
     unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or known.loss == "whole"
     if named(known).config is None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
+    if not hasattr(given.model.get_output_embeddings(), "weight"):  # type: ignore[operator]
+        return None  # it is in tiles, and TRL's loss reads it whole
     said: dict[str, Any] = {"model_name_or_path": named(known).name, "dataset_name": "DATA"}
     if known.lora is not None:
         lora = Lora.parse(known.lora)

@@ -323,6 +323,11 @@ def _model(given: Arguments, folder: str) -> nn.Module:
             model = _adapted(model, adapters)
         if given.tile is not None:
             tile_for(model, given.tile, 2 if training.bf16 or training.fp16 else dtype.itemsize)
+            if given.kind != "reward" and not hasattr(model.get_output_embeddings(), "weight"):  # type: ignore[operator]
+                raise ConfigError(
+                    f"--tile {given.tile} bytes cuts the head of {words.model_name_or_path}, which TRL's loss reads "
+                    "whole: give at least the bytes of its weight, or train with em.tile in a script"
+                )
         return model
 
 

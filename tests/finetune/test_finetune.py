@@ -175,6 +175,25 @@ def test_a_base_in_four_bits_and_adapters_on_experts_spread_over_ranks(ranks: Ra
     assert all((spread[name] - expected).abs().mean() < 1e-5 for name, expected in one.items())
 
 
+def test_tiles_train_as_whole_layers_and_a_head_in_tiles_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    words = [*folder_of(tmp_path, "sft", "Qwen3Moe"), *in_words(1), "--plan", "zero3"]
+    (whole,), (tiled,) = (
+        ranks(1).run(by_command, "sft", [*words, *more], tmp_path / name)
+        for name, more in {"whole": [], "tiled": ["--tile", "64 KiB"]}.items()
+    )
+    assert tiled == pytest.approx(whole, rel=1e-4)
+    shapes = [{name: t.shape for name, t in saved(tmp_path / name).items()} for name in ("whole", "tiled")]
+    assert shapes[0] == shapes[1]
+    from elixir_moe.finetune.arguments import parse
+    from elixir_moe.finetune.run import _model
+
+    given = parse(
+        "sft", [*folder_of(tmp_path / "dense", "sft"), *in_words(1), "--tile", "8 KiB", "--output_dir", "out"]
+    )
+    with pytest.raises(ConfigError, match="--tile 8192 bytes cuts the head of"):
+        _model(given, str(tmp_path / "dense/model"))
+
+
 def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
     words = [*folder_of(tmp_path, "dpo"), *in_words(1), *LORA]
     ranks(1).run(by_command, "dpo", [*words, "--plan", "zero3"], tmp_path / "zero3")
