@@ -251,7 +251,7 @@ REFUSED = (
     r"q_proj' has adapters with use_dora=True, which read the base's weight, and it is packed as int8",
     r"q_proj' has adapters of HRA, which read the base's weight, and it is packed as fp8",
     r"q_proj' has adapters of LOHA, which read the base's weight, and it is packed as nf4",
-    r"A base that was quantized here is read in bf16",
+    r"merges them into their base in full precision",
 )
 
 
