@@ -24,7 +24,7 @@ from tests.support.hf_cases import forget_accelerate
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("design/*.md")])
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 WORDS = 1500
 QUICK = "quickstart"
@@ -38,7 +38,9 @@ def test_no_page_is_long() -> None:
 def test_every_page_is_on_the_site() -> None:
     index = (DOCS / "index.md").read_text()
     listed = set(re.findall(r"(?m)^([a-z_/]+)$", index))
-    assert {page.stem for page in PAGES} - {"index"} | {f"api/{name}" for name in made_pages()} == listed
+    assert {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES} - {"index"} | {
+        f"api/{name}" for name in made_pages()
+    } == listed
 
 
 def test_every_public_name_is_on_one_page_of_the_site() -> None:
