@@ -111,7 +111,7 @@ def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) 
         yield from wrapped(f"{asked.given.name}, {way_of(asked.known)}: does not fit on {where}.")
         lacks, _, changes = asked.reason.partition(": ")[2].partition("; ")
         smallest, *others = changes.split(", or ")
-        yield from wrapped(f"  lacks   {lacks}", "          ")
+        yield from wrapped(f"  lacks   {lacks.replace(' too little ', ' of ')}", "          ")
         yield from wrapped(f"Smallest change: {smallest}." + "".join(f" Or {other}." for other in others))
         for each in helps:
             yield from wrapped(each)

@@ -162,7 +162,8 @@ def table(ways: Mapping[str, Figures], best: str) -> Iterator[str]:
         yield f"{mark}{memory}{seconds_text(each.seconds.step):>11}{each.tokens_per_second:10,.0f}  {each.waits_for}"
     rough = [way for way, each in ways.items() if not each.exact]
     if rough:
-        yield f"* recommended. Memory in GiB. By formulas, mostly within {USUAL_ERROR:.0%}: {', '.join(rough)}."
+        star = "recommended" if any(each.fits for each in ways.values()) else "lacks least"
+        yield f"* {star}. Memory in GiB. By formulas, mostly within {USUAL_ERROR:.0%}: {', '.join(rough)}."
 
 
 def _gib(nbytes: float) -> str:

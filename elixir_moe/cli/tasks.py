@@ -98,6 +98,8 @@ def reserve_of(known: argparse.Namespace, hardware: Hardware) -> int:
     ranks = min(known.gpus, hardware.gpus_per_node)
     usual = min(_RESERVE + ranks * _RESERVE_RANK, hardware.cpu_bytes // 4)
     reserve = usual if given is None else given
+    if hardware.cpu_bytes == 0:
+        raise ConfigError("--ram: expected more than 0 B of host memory")
     if reserve >= hardware.cpu_bytes:
         there = f"{size_text(hardware.cpu_bytes)} of host memory"
         raise ConfigError(f"--ram-reserve: {size_text(reserve)} leave nothing of {there}; give a smaller one")

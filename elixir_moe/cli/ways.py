@@ -5,6 +5,7 @@ Owns its output. Decides nothing: `search.quick` has the formulas, `figures` rec
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -49,11 +50,19 @@ def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int
     started = time.perf_counter()
     asked = {way: _asked(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}
     answers: dict[str, tuple[Planned, Figures]] = {}
+    refused: dict[str, ConfigError] = {}
     with Waits(quiet=known.quiet)("counting bytes and operations by formulas"), uncollected():
         for way, each in asked.items():
-            answers[way] = figures_of(each, hardware)
+            try:
+                answers[way] = figures_of(each, hardware)
+            except ConfigError as error:
+                refused[way] = error
+    if not answers:
+        raise next(iter(refused.values()))
+    for way, why in refused.items():
+        print(f"elixir-moe: {way} is left out: {str(why).partition(chr(10))[0]}", file=sys.stderr)
     ways = {way: figures for way, (_, figures) in answers.items()}
-    best = recommended(ways) if len(ways) > 1 else ""
+    best = recommended(ways) if len(asked) > 1 else ""
     if not known.quick:
         return exact(asked[best], hardware, ways)
     (given, figures), chosen = answers[best], asked[best]

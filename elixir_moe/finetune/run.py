@@ -68,6 +68,14 @@ _TRUST = "read that code, and give --trust_remote_code true with a local folder 
 _DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
 """What TRL's script gives to the maker of this reward."""
+_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",)),
+    "dpo": (("chosen", "rejected"),),
+    "kto": (("completion", "label"), ("chosen", "rejected")),
+    "reward": (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+    "grpo": (("prompt",),),
+}
+"""{trainer: the columns that it can read, in one of these sets}; `sft` reads the column of a text, too."""
 _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
 
@@ -104,29 +112,42 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
     name = given.model.model_name_or_path
     if name is None:
         raise ConfigError(f"{given.kind}: --model_name_or_path is missing: give a folder, or a name on the hub")
+    if not given.model.use_peft and Path(training.output_dir, "adapter_config.json").exists():
+        raise ConfigError(
+            f"--output_dir {training.output_dir} holds the adapters of another run, which from_pretrained would load "
+            "instead of this run's model: name another folder"
+        )
     data = _data(given)
     folder = _folder(name, given.model.model_revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=training.trust_remote_code)
     except Exception as error:  # transformers has several types for it
         raise ConfigError(f"--model_name_or_path {name}: no tokenizer: {reason_of(error, folder, _TRUST)}") from error
+    if getattr(training, "assistant_only_loss", False) and not (tokenizer.chat_template or training.chat_template_path):
+        raise ConfigError(
+            f"--assistant_only_loss: the tokenizer of {name} has no chat template: give one with --chat_template_path"
+        )
     mesh = init_mesh(device_type="cpu" if training.use_cpu or not torch.cuda.is_available() else None)
     model = _model(given, folder)
     if given.ep > 1:
         spread_experts(model, expert_mesh(mesh, given.ep))
     more = {"reward_funcs": _rewards(given.script)} if given.kind == "grpo" else {}
     base = getattr(trl, f"{TRAINERS[given.kind]}Trainer")
-    trainer = type(f"Elixir{base.__name__}", (ElixirMixin, base), {})(
-        model=model,
-        args=training,
-        train_dataset=data[given.script.dataset_train_split],
-        eval_dataset=data[given.script.dataset_test_split] if training.eval_strategy != "no" else None,
-        processing_class=tokenizer,
-        plan=_plan(given, model),
-        wrap={} if _is_whole(given) else {"weights": folder},
-        callbacks=list(callbacks),
-        **more,
-    )
+    plan = _plan(given, model)
+    try:
+        trainer = type(f"Elixir{base.__name__}", (ElixirMixin, base), {})(
+            model=model,
+            args=training,
+            train_dataset=data[given.script.dataset_train_split],
+            eval_dataset=data[given.script.dataset_test_split] if training.eval_strategy != "no" else None,
+            processing_class=tokenizer,
+            plan=plan,
+            wrap={} if _is_whole(given) else {"weights": folder},
+            callbacks=list(callbacks),
+            **more,
+        )
+    except ValueError as error:  # with which TRL refuses settings, and data that they do not suit
+        raise ConfigError(f"{given.kind}: TRL's {base.__name__} refuses: {error}") from error
     if "ref" in getattr(trainer.model, "peft_config", {}):  # TRL's copy of adapters that have not been trained
         trainer.model.delete_adapter("ref")
     failed: Exception | None = None
@@ -267,7 +288,8 @@ def _data(given: Arguments) -> Any:
                 script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
             )
     except Exception as error:  # `datasets` raises errors of many libraries
-        raise ConfigError(f"--dataset_name {script.dataset_name}: {str(error).partition(chr(10))[0]}") from error
+        why = str(error.__cause__ or error).partition("\n")[0] or f"empty, or no data set ({type(error).__name__})"
+        raise ConfigError(f"--dataset_name {script.dataset_name}: {why}") from error
     wanted = [script.dataset_train_split, *[script.dataset_test_split] * (given.training.eval_strategy != "no")]
     for split in wanted:
         if split not in found:
@@ -275,7 +297,23 @@ def _data(given: Arguments) -> Any:
                 f"the data set has no split {split!r}, only {', '.join(found)}: choose with --dataset_train_split and "
                 f"--dataset_test_split"
             )
+        _refuse_columns(given, split, getattr(found[split], "column_names", None))
     return found
+
+
+def _refuse_columns(given: Arguments, split: str, columns: Sequence[str] | None) -> None:
+    """Raises ConfigError if the trainer can read none of a split's columns; a stream may not know its own."""
+    readable = _COLUMNS[given.kind]
+    if given.kind == "sft":
+        readable = ((given.training.dataset_text_field,), *readable)
+    if columns is None or any({*names} <= {*columns} for names in readable):
+        return
+    expected = " or ".join(" and ".join(names) for names in readable)
+    change = "; --dataset_text_field names the column of a text" if given.kind == "sft" else ""
+    raise ConfigError(
+        f"the data set's split {split!r} has the columns {', '.join(columns) or 'none'}, and {given.kind} reads "
+        f"{expected}{change}"
+    )
 
 
 def _is_whole(given: Arguments) -> bool:

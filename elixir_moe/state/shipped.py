@@ -103,7 +103,9 @@ def config_in(path: Path) -> dict[str, Any]:
     """The contents of a ``config.json``. Raises CheckpointError if the file is no JSON object."""
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; expected the config.json of a model") from error
+    except ValueError as error:
         raise CheckpointError(f"{path}: expected a JSON object: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")

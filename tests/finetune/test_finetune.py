@@ -240,6 +240,10 @@ def test_a_wrong_word_is_answered(words: list[str], named: list[str]) -> None:
         ({"--dataset_name": "no/such-data"}, ["no/such-data"]),
         ({"--dataset_train_split": "training"}, ["'training'", "train"]),
         ({"--eval_strategy": "steps"}, ["'test'", "train"]),
+        ({"--dataset_name": "empty.jsonl"}, ["empty.jsonl", "empty, or no data set"]),
+        ({"--dataset_name": "bad.jsonl"}, ["bad.jsonl", "JSON parse error"]),
+        ({"--dataset_name": "columns.jsonl"}, ["columns foo", "text or messages", "--dataset_text_field"]),
+        ({"--assistant_only_loss": "true"}, ["--assistant_only_loss", "no chat template", "--chat_template_path"]),
     ],
     ids=lambda changes: " ".join(changes) if isinstance(changes, dict) else "",
 )
@@ -250,6 +254,9 @@ def test_a_missing_model_or_data_set_is_named(
     from elixir_moe.finetune.run import finetune
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"empty": "", "bad": "no JSON", "columns": '{"foo": 1}'}.items():
+        Path(f"{name}.jsonl").write_text(text)
     forget_accelerate()
     words = folder_of(tmp_path, "sft")
     given = dict(zip(words[::2], words[1::2], strict=True)) | changes
@@ -257,6 +264,30 @@ def test_a_missing_model_or_data_set_is_named(
     with pytest.raises(ConfigError) as caught:
         finetune(parse("sft", [*words, *in_words(1), "--output_dir", str(tmp_path / "out")]))
     assert all(name in str(caught.value) for name in named), caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "column"), [("dpo", "chosen"), ("kto", "label"), ("reward", "chosen"), ("grpo", "prompt")]
+)
+def test_columns_that_a_trainer_cannot_read_are_named(tmp_path: Path, kind: str, column: str) -> None:
+    from elixir_moe.finetune.arguments import parse
+    from elixir_moe.finetune.run import finetune
+
+    forget_accelerate()
+    words = [*folder_of(tmp_path, "sft"), "--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match=f"columns text, and {kind} reads .*{column}"):
+        finetune(parse(kind, words))
+
+
+def test_a_model_is_not_saved_beside_adapters(tmp_path: Path) -> None:
+    from elixir_moe.finetune.arguments import parse
+    from elixir_moe.finetune.run import finetune
+
+    forget_accelerate()
+    words = folder_of(tmp_path, "sft")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds the adapters of another run"):
+        finetune(parse("sft", [*words, *in_words(1), "--output_dir", str(tmp_path)]))
 
 
 def test_adapters_have_a_learning_rate_of_their_own() -> None:

@@ -75,6 +75,25 @@ def test_without_a_way_three_are_compared_and_one_recommended(
     assert "--use_peft --max_length 1024 --per_device_train_batch_size 8" in " ".join(out.replace("\\\n", "").split())
 
 
+def test_a_way_that_the_model_refuses_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"hidden_size": 96}))
+    words = ["plan", str(tmp_path), "--gpu", "rtx-4090", "--ram", "2 GiB", "--quick", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert [row["way"] for row in json.loads(out)["ways"]] == ["full", "LoRA"]
+    assert "QLoRA is left out: quantize: parameter" in err
+    (tmp_path / "config.json").unlink()
+    assert main(words) == 1
+    assert "expected the config.json of a model" in capsys.readouterr().err
+
+
+def test_where_nothing_fits_nothing_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "deepseek-ai/DeepSeek-V3", "--gpu", "rtx-4090", "--ram", "16 GiB", "--quick"]) == 2
+    assert "* lacks least." in capsys.readouterr().out
+    assert main(["plan", "qwen3-8b", "--gpu", "rtx-4090", "--ram", "0", "--quick"]) == 2
+    assert "--ram: expected more than 0 B" in capsys.readouterr().err
+
+
 def test_what_has_no_formulas_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["opt-13b"], ["llama-3.1-8b", "--checkpointing", "none"]):
         assert main(["plan", *words, "--gpu", "h100", "--quick"]) == 2
