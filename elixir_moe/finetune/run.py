@@ -7,6 +7,7 @@ weights, and the trainer of TRL gets it with a plan. Data sets, losses, schedule
 import gc
 import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -112,6 +113,11 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
     name = given.model.model_name_or_path
     if name is None:
         raise ConfigError(f"{given.kind}: --model_name_or_path is missing: give a folder, or a name on the hub")
+    out = Path(training.output_dir).absolute()
+    there = next(path for path in (out, *out.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        why = "cannot be written" if there.is_dir() else "is a file"
+        raise ConfigError(f"--output_dir {training.output_dir}: {there} {why}: name another folder")
     if not given.model.use_peft and Path(training.output_dir, "adapter_config.json").exists():
         raise ConfigError(
             f"--output_dir {training.output_dir} holds the adapters of another run, which from_pretrained would load "

@@ -288,6 +288,8 @@ def test_a_model_is_not_saved_beside_adapters(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds the adapters of another run"):
         finetune(parse("sft", [*words, *in_words(1), "--output_dir", str(tmp_path)]))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json is a file: name another folder"):
+        finetune(parse("sft", [*words, *in_words(1), "--output_dir", str(tmp_path / "adapter_config.json/out")]))
 
 
 def test_adapters_have_a_learning_rate_of_their_own() -> None:
