@@ -124,7 +124,8 @@ def parser_of(kind: str) -> Any:
     """The parser of a command."""
     config = getattr(trl, f"{TRAINERS[kind]}Config")
     script = GRPOScriptArguments if kind == "grpo" else ScriptArguments
-    parser: Any = _Parser((Added, script, config, ModelConfig, DatasetMixtureConfig), prog=f"elixir-moe {kind}")  # type: ignore[arg-type]
+    classes: Any = (Added, script, config, ModelConfig, DatasetMixtureConfig)
+    parser: Any = _Parser(classes, prog=f"elixir-moe {kind}", allow_abbrev=False)
     parser.set_defaults(lora_dropout=SFT["lora_dropout"] if kind == "sft" else None)  # `parse` chooses those of None
     if kind == "sft":
         parser.set_defaults(learning_rate=None)

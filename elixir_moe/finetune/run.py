@@ -284,10 +284,13 @@ def _data(given: Arguments) -> Any:
             f"{given.kind}: expected --dataset_name (a file, a folder or a name on the hub) or `datasets` in the file "
             f"of --config, got {'both' if mixture.datasets else 'neither'}"
         )
+    kind = _DATA_FILES.get(Path(script.dataset_name or "").suffix)
+    if kind and not Path(script.dataset_name).is_file():
+        raise ConfigError(f"--dataset_name {script.dataset_name}: there is no such file")
     try:
         if mixture.datasets:
             found = trl.get_dataset(mixture)
-        elif (kind := _DATA_FILES.get(Path(script.dataset_name).suffix)) and Path(script.dataset_name).is_file():
+        elif kind:
             found = datasets.load_dataset(kind, data_files=script.dataset_name, streaming=script.dataset_streaming)
         else:
             found = datasets.load_dataset(

@@ -209,6 +209,7 @@ def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
     [
         (["--lora_rr", "4"], ["--lora_rr", "--lora_r"]),
         (["--plann", "zero3"], ["--plann", "--plan"]),
+        (["--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
         (["--plan", "zero4"], ["zero4", "offload"]),
         (["--plan", "zero3", "--plan_disk", "x"], ["--plan_disk", "--plan=zero3"]),
         (["--quantize", "nf4"], ["--quantize nf4", "--use_peft"]),
@@ -240,6 +241,7 @@ def test_a_wrong_word_is_answered(words: list[str], named: list[str]) -> None:
         ({"--dataset_name": "no/such-data"}, ["no/such-data"]),
         ({"--dataset_train_split": "training"}, ["'training'", "train"]),
         ({"--eval_strategy": "steps"}, ["'test'", "train"]),
+        ({"--dataset_name": "no-such-rows.jsonl"}, ["no-such-rows.jsonl", "no such file"]),
         ({"--dataset_name": "empty.jsonl"}, ["empty.jsonl", "empty, or no data set"]),
         ({"--dataset_name": "bad.jsonl"}, ["bad.jsonl", "JSON parse error"]),
         ({"--dataset_name": "columns.jsonl"}, ["columns foo", "text or messages", "--dataset_text_field"]),
