@@ -27,7 +27,7 @@ def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
     said = {(record.name, record.getMessage().split(":")[0].split(" of ")[0]) for record in caplog.records}
     assert ("elixir_moe.setup.deciding", "the plan") in said and ("elixir_moe.setup.deciding", "home tiers") in said
     learned = "the rCache follows a schedule learned in the last step"
-    assert ("elixir_moe.runtime.scheduler", learned) in said
+    assert ("elixir_moe.runtime.gathers", learned) in said
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
 
 
