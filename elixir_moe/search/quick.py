@@ -27,7 +27,7 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 USUAL_ERROR = 0.15
 """How far off seconds and bytes mostly are; `docs/quick_error.py` prints it."""
 _HEAD_PASSES = 2
-"""Products of the head that a loss without logits counts."""
+"""Products of a frozen head in a loss without logits: the logits, and the gradient of what the head reads."""
 _ATTENTION = 9
 """Operations of causal attention for each token, token of its row and element of a query: 2, 2 again, 5 backward."""
 _EAGER_ATTENTION = 16
@@ -116,7 +116,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
             products += 2 * tokens * numel * share * (3 + p.requires_grad - last)
         if p in schemes:
             decoded += 3 * numel * bytes_a_weight(schemes[p], dtype, native=False)
-    head_numel = sizes.vocabulary * sizes.width
+    head_numel, head_trains = sizes.vocabulary * sizes.width, head is not None and head.requires_grad
     eager = getattr(config, "_attn_implementation", "sdpa") == "eager"
     scores = tokens * seq * sizes.heads
     attention = (_EAGER_ATTENTION if eager else _ATTENTION) * tokens * seq * sizes.queries * len(layers)
@@ -141,7 +141,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
         events=(),
         parameters=sum(behind.get(p, logical_numel(p)) for p in model.parameters()),
         tokens=tokens,
-        flops=int(products + _HEAD_PASSES * 2 * tokens * head_numel + attention),
+        flops=int(products + (_HEAD_PASSES + head_trains) * 2 * tokens * head_numel + attention),
         traffic_bytes=int(traffic),
         activation_bytes=kept + held,
         buffer_bytes=0,
