@@ -52,6 +52,8 @@ class Chunk:
     parameters: list[torch.nn.Parameter]
     """In the order of `spec.slots`."""
     names: list[str]
+    label: str
+    """Its number and first parameters, for messages."""
     shard: ShardState
     communicator: Communicator
     group: str
@@ -90,6 +92,7 @@ class Chunk:
             spec,
             parameters,
             names,
+            f"chunk {spec.index} ({', '.join(names[:3])})",
             shard,
             communicator,
             spec.key.label,
@@ -107,11 +110,6 @@ class Chunk:
     def device(self) -> torch.device:
         """Where forward runs."""
         return self._placeholders[0].device
-
-    @property
-    def label(self) -> str:
-        """Its number and first parameters, for messages."""
-        return f"chunk {self.spec.index} ({', '.join(self.names[:3])})"
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' views of a flat tensor, in their shapes; one operator makes each."""

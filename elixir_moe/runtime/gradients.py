@@ -5,7 +5,6 @@ changes it. Gradients are never written into a block that holds weights.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +12,9 @@ from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.distributed.collectives import Work
+from elixir_moe.memory.blocks import Block
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.torch_private import foreach_copy_
-
-if TYPE_CHECKING:
-    from elixir_moe.memory.blocks import Block
 
 
 class GradientBuffer:
@@ -26,17 +23,19 @@ class GradientBuffer:
     def __init__(
         self,
         chunk: Chunk,
+        gaps: Sequence[tuple[int, int]],
         memory: torch.Tensor,
         wire: torch.Tensor | None = None,
         views: list[torch.Tensor] | None = None,
         *,
         adds: bool = False,
     ) -> None:
-        """`views` are the parameters' views of `memory`. `wire` is the same memory, for collectives.
+        """`views` are the parameters' views of `memory`, and `gaps` its elements of no parameter, as (start, stop).
 
+        `wire` is the same memory, for collectives.
         `adds`: the memory holds the sum of earlier backwards.
         """
-        self._chunk, self._memory, self._adds = chunk, memory, adds
+        self._chunk, self._gaps, self._memory, self._adds = chunk, gaps, memory, adds
         self._wire = memory if wire is None else wire
         self._views = chunk.views(memory) if views is None else views
         self._copied: set[int] = set()
@@ -68,7 +67,7 @@ class GradientBuffer:
             for index, view in enumerate(self._views):
                 if index not in self._copied:
                     view.zero_()
-            for start, stop in _gaps(self._chunk.spec):
+            for start, stop in self._gaps:
                 self._memory[start:stop].zero_()
         return self._wire
 
@@ -78,6 +77,7 @@ class Gradients:
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
+        self._gaps = _gaps(chunk.spec)
         self.pending: list[tuple[int, torch.Tensor]] = []
         """(index, gradient) of gradients not yet copied to the buffer."""
         self.buffer: GradientBuffer | None = None
@@ -99,14 +99,14 @@ class Gradients:
             memory = chunk.shard.sum_memory
             if chunk.shard.has_gradient and chunk.communicator.index:
                 memory.zero_()
-            self.buffer = GradientBuffer(chunk, memory, adds=chunk.shard.has_gradient)
+            self.buffer = GradientBuffer(chunk, self._gaps, memory, adds=chunk.shard.has_gradient)
         elif self.block is not None:
             memory = self.block.claim(chunk.spec)
             views = self.block.places(chunk.spec.index, memory, chunk.views)
-            self.buffer = GradientBuffer(chunk, memory, self.block.wire(chunk.spec), views)
+            self.buffer = GradientBuffer(chunk, self._gaps, memory, self.block.wire(chunk.spec), views)
         else:
             memory = torch.empty(chunk.spec.numel, dtype=chunk.spec.key.dtype, device=chunk.device)
-            self.buffer = GradientBuffer(chunk, memory)
+            self.buffer = GradientBuffer(chunk, self._gaps, memory)
 
     def copy_pending(self) -> None:
         """Copies the pending gradients to the buffer."""
