@@ -102,14 +102,14 @@ class Supervise(_Told):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called when weights and optimizer are there."""
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if state.global_step and str(folder) not in self._saved:
-            self._saved.append(str(folder))
+        folder = _checkpoint_of(args, state)
+        if state.global_step and folder not in self._saved:
+            self._saved.append(folder)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called behind each save."""
         if not args.save_only_model:
-            self._saved.append(str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+            self._saved.append(_checkpoint_of(args, state))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called before each update. Collective."""
@@ -329,7 +329,7 @@ class Records(StepCallback):
         """Called when weights and optimizer are there."""
         self._take(args)
         if state.global_step:
-            self.checkpoint = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self.checkpoint = _checkpoint_of(args, state)
         self._begun, self._tokens = time.perf_counter(), 0.0
         if self._claim is None or self._directory is None:
             return
@@ -384,10 +384,12 @@ class Records(StepCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Called before the first micro-batch of a step."""
+        if self._files is None:
+            return
         self._write()
         self._before, self._start = inspect(model).statistics, time.perf_counter()
         step = state.global_step + 1
-        if self._files is not None and step == self._profile:
+        if step == self._profile:
             self._recording.enter_context(recorded(step, self._files.write))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -398,10 +400,10 @@ class Records(StepCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Called after each step."""
         self._recording.close()
-        facts, seconds = self.trainer.step_facts(), time.perf_counter() - self._start
+        facts = self.trainer.step_facts()
         if self._files is None:
             return
-        found = inspect(model)
+        found, seconds = inspect(model), time.perf_counter() - self._start
         self._tokens += facts.tokens
         self._open = StepRecord(
             step=state.global_step,
@@ -431,7 +433,7 @@ class Records(StepCallback):
         """Called behind each save."""
         if args.save_only_model:
             return
-        self.checkpoint = str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self.checkpoint = _checkpoint_of(args, state)
         self.status("running")
 
     def _write(self) -> None:
@@ -490,6 +492,11 @@ def clear(directory: Path) -> None:
     """Removes the records of the run before; checkpoints and models stay, as Trainer leaves them."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
+
+
+def _checkpoint_of(args: Any, state: Any) -> str:
+    """The folder in which Trainer keeps the state after this step."""
+    return str(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def _step_of(folder: str) -> int:
