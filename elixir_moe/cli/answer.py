@@ -313,8 +313,7 @@ def _memory(asked: Asked) -> Iterator[str]:
 
 def tokens_per_second(choice: Choice) -> float:
     """Tokens of all GPUs, a second."""
-    task = choice.task
-    return task.profile.tokens * task.gpus * task.accumulation / choice.seconds.step
+    return Figures.of_choice(choice).tokens_per_second
 
 
 def _updates(choice: Choice) -> float:
