@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import elixir_moe
+from tests.support.rules import assert_none, place
 
 PACKAGE = Path(elixir_moe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 STOREYS: list[set[str]] = [
     {"errors"},
@@ -56,6 +58,8 @@ PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
 PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "step_order")]
 PURE += [f"search.{name}" for name in ("cost", "estimate", "hardware", "profile", "solve", "zero_infinity")]
+BUILDERS = {"dict", "list", "set", "deque", "Counter"}
+"""Calls that make an object which can change."""
 HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers", "triton"]
 
 
@@ -75,13 +79,13 @@ def storey_of(module: str) -> int | None:
     return found[0] if found else None
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and modules of the package that a file imports, anywhere in it."""
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{place(path, node.lineno)}: relative import"
             names = [node.module or ""]
             if (PACKAGE.parent / (node.module or "").replace(".", "/")).is_dir():
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -93,74 +97,90 @@ def imports_of(path: Path) -> Iterator[str]:
                 exists = (PACKAGE / inside.replace(".", "/")).is_dir() or (
                     PACKAGE / (inside.replace(".", "/") + ".py")
                 ).exists()
-                yield inside if exists or inside == "_native" else inside.rpartition(".")[0] or "__init__"
+                module = inside if exists or inside == "_native" else inside.rpartition(".")[0] or "__init__"
+                yield node.lineno, module
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_run_downward(path: Path) -> None:
+def upward_imports(path: Path) -> Iterator[str]:
+    """The imports of a file that do not run downward, each with its place and the reason."""
     module = name_of(path)
     storey = storey_of(module)
     if path.name == "__init__.py" and module not in ("__init__", "models"):
-        assert not list(imports_of(path)), "a room's door holds nothing"
+        yield from (f"{place(path, line)}: a room's door holds nothing" for line, _ in imports_of(path))
         return
-    assert storey is not None, f"{module} is on no storey: give it a place in STOREYS"
-    for imported in imports_of(path):
+    if storey is None:
+        yield f"{place(path, 1)}: {module} is on no storey: give it a place in STOREYS"
+        return
+    for line, imported in imports_of(path):
         if imported in ("_native", module):
             continue
         below = storey_of(imported)
         room = module.split(".")[0]
         same_room = room == imported.split(".")[0] and room != "chunks"
-        assert below is not None, f"{module} imports {imported}, which is on no storey"
-        assert below < storey or same_room, f"{module} (storey {storey}) imports {imported} (storey {below})"
+        if below is None:
+            yield f"{place(path, line)}: {imported} is on no storey"
+        elif below >= storey and not same_room:
+            yield f"{place(path, line)}: {module} (storey {storey}) imports {imported} (storey {below})"
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_files_know_no_ranks_and_no_device(module: str) -> None:
-    text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()
-    imported = {
-        alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    }
-    assert not {
-        name for name in imported if name and name.startswith("torch.") and name != "torch.distributed.device_mesh"
-    }
-    assert "dist." not in text
-    assert ".cuda" not in text
+def test_imports_run_downward() -> None:
+    assert_none(found for path in FILES for found in upward_imports(path))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_says_what_it_owns(path: Path) -> None:
-    text = path.read_text()
-    assert not text or ast.get_docstring(ast.parse(text)), f"{path.name} does not say what it owns"
+def names_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and modules that a file imports, of any package."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_state_in_modules(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)], "global statement"
+def test_pure_files_know_no_ranks_and_no_device() -> None:
+    found = []
+    for path in (PACKAGE / f"{module.replace('.', '/')}.py" for module in PURE):
+        found += [
+            f"{place(path, line)}: imports {name}"
+            for line, name in names_imported(path)
+            if name.startswith("torch.") and name != "torch.distributed.device_mesh"
+        ]
+        found += [
+            f"{place(path, line)}: {word}"
+            for line, text in enumerate(path.read_text().splitlines(), 1)
+            for word in ("dist.", ".cuda")
+            if word in text
+        ]
+    assert_none(found)
+
+
+def test_a_file_says_what_it_owns() -> None:
+    assert_none(place(path, 1) for path, tree in TREES.items() if tree.body and not ast.get_docstring(tree))
+
+
+def shared_state(path: Path) -> Iterator[str]:
+    """What could change in a module or a class while a program runs."""
+    tree = TREES[path]
+    yield from (f"{place(path, node.lineno)}: global" for node in ast.walk(tree) if isinstance(node, ast.Global))
     mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
-    bodies = [(tree.body, False)]
-    bodies += [(node.body, True) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    for body, in_class in bodies:
+    bodies = [(tree.body, "")]
+    bodies += [(node.body, " instances") for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for body, sharers in bodies:
         for node in body:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)):
                 continue
             value = node.value
-            built = isinstance(value, ast.Call) and ast.unparse(value.func) in {
-                "dict",
-                "list",
-                "set",
-                "deque",
-                "Counter",
-            }
+            built = isinstance(value, ast.Call) and ast.unparse(value.func) in BUILDERS
             if not isinstance(value, mutable) and not built:
                 continue
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 name = ast.unparse(target)
                 constant = name.isupper() or (name.startswith("__") and name.endswith("__"))
-                assert constant, f"{path.name}:{node.lineno}: {name} is shared by all{' instances' * in_class}"
+                if not constant:
+                    yield f"{place(path, node.lineno)}: {name} is shared by all{sharers}"
+
+
+def test_no_state_in_modules() -> None:
+    assert_none(found for path in FILES for found in shared_state(path))
 
 
 def test_an_import_changes_nothing() -> None:
@@ -307,9 +327,9 @@ def test_every_public_name_is_explained() -> None:
 
 def test_a_chunk_is_written_by_nobody_and_its_weights_and_gradients_by_one_file_each() -> None:
     found = [
-        f"{name_of(path)}:{node.lineno} sets {target.value.id}.{target.attr}"
+        f"{place(path, node.lineno)}: sets {target.value.id}.{target.attr}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for targets in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for target in ast.walk(targets)
@@ -318,4 +338,4 @@ def test_a_chunk_is_written_by_nobody_and_its_weights_and_gradients_by_one_file_
         and isinstance(target.value, ast.Name)
         if target.value.id in WRITERS and WRITERS[target.value.id] != name_of(path)
     ]
-    assert not found
+    assert_none(found)
