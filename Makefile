@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-programs test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -35,8 +35,23 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two files at a time, in their order: while ranks of one wait for each other, the other computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The programs' tests: the commands, training and fine-tuning, the papers' tables, and what the documents show.
+PROGRAMS := tests/cli tests/faults tests/finetune tests/museum tests/train tests/test_documents.py tests/test_log.py \
+	tests/test_page.py tests/search/test_command.py tests/search/test_fine_tuning.py tests/search/test_largest.py \
+	tests/search/test_paper_baselines.py tests/search/test_paper_blog.py tests/search/test_paper_htms.py \
+	tests/search/test_paper_v1.py tests/search/test_quick.py tests/search/test_will_it_fit.py \
+	tests/search/test_zero_infinity.py
+
+# The library's, and the rules on all files.
 test: setup
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(PROGRAMS:%=--ignore=%) $(PYTEST_ARGS)
+
+test-programs: setup
+	$(PYTEST) $(PROGRAMS) $(PYTEST_ARGS)
+
+# What failed when they last ran, of either.
+test-failed: setup
+	$(PYTEST) --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
 
 test-all: setup
 	$(PYTEST) -m '' $(PYTEST_ARGS)
@@ -50,11 +65,11 @@ test-torch:
 	mkdir -p build
 ifdef VERSION
 	sed -e 's/^torch==.*/torch==$(VERSION)/' -e '/^setuptools==/d' constraints.txt > build/constraints-torch-$(TORCH).txt
-	$(MAKE) test $(OTHER)
+	$(MAKE) test test-programs $(OTHER)
 else
 	: > build/constraints-torch-$(TORCH).txt
 	rm -f .venv-torch-$(TORCH)/.installed
-	$(MAKE) test $(OTHER) ALSO='--upgrade --upgrade-strategy eager'
+	$(MAKE) test test-programs $(OTHER) ALSO='--upgrade --upgrade-strategy eager'
 endif
 
 # The tests that concern Megatron-core, and quick ones of the core, with another Megatron-core, in an environment of its

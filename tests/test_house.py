@@ -3,6 +3,7 @@
 import ast
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import elixir_moe
-from tests.support.rules import assert_none, place
+from tests.support.rules import ROOT, assert_none, place
 
 PACKAGE = Path(elixir_moe.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -181,6 +182,13 @@ def shared_state(path: Path) -> Iterator[str]:
 
 def test_no_state_in_modules() -> None:
     assert_none(found for path in FILES for found in shared_state(path))
+
+
+def test_the_makefile_names_tests_that_exist() -> None:
+    lines = enumerate((ROOT / "Makefile").read_text().splitlines(), 1)
+    named = [(line, path) for line, text in lines for path in re.findall(r"tests/[\w/]+(?:\.py)?", text)]
+    assert len(named) > 20
+    assert_none(f"{place(ROOT / 'Makefile', line)}: {path}" for line, path in named if not (ROOT / path).exists())
 
 
 def test_an_import_changes_nothing() -> None:
