@@ -66,6 +66,9 @@ HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers"
 
 WRITERS = {"chunk": None, "weights": "runtime.gathers", "gradients": "runtime.reductions"}
 """Who may set attributes of such an object: one file, or nobody."""
+SHARDS = ("shard", "home")
+"""Names of variables and attributes that are a `ShardState`."""
+PARTS_OF_A_SHARD = ["memory.gate", "memory.values", "memory.gradient_sum"]
 
 
 def name_of(path: Path) -> str:
@@ -347,3 +350,17 @@ def test_a_chunk_is_written_by_nobody_and_its_weights_and_gradients_by_one_file_
         if target.value.id in WRITERS and WRITERS[target.value.id] != name_of(path)
     ]
     assert_none(found)
+
+
+def test_nobody_reaches_through_a_shard() -> None:
+    """Its parts are private: another room calls `ShardState`."""
+    reaches, imports = [], []
+    for path in FILES:
+        if (module := name_of(path)).startswith("memory."):
+            continue
+        imports += [f"{module} imports {part}" for part in imports_of(path) if part in PARTS_OF_A_SHARD]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else ast.unparse(node.value)
+                reaches += [f"{module}:{node.lineno} reads {owner}.{node.attr}"] * (owner in SHARDS)
+    assert_none([*reaches, *imports])

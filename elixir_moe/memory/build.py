@@ -84,7 +84,7 @@ def build_shards(
         place = values.take(nbytes, spec.index, spill.slice_numel * dtype.itemsize)
         source = ValuesOnDisk(place, dtype, numel, gate)
         spilled = WhollySpilled(spill, numel, spec.index, source.elements())
-        return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(spilled, gate, beside), spilled=spilled)
+        return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(spilled, gate, beside), disk=spilled)
 
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if reads_disk(spec, tier, values_on_disk=values_on_disk):
@@ -98,9 +98,7 @@ def build_shards(
         if tier is Tier.DISK:
             assert spill is not None, "chunks on disk without a file"
             spilled = spill.take(spec.shard_numel, spec.index)
-            return ShardState(
-                spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), spilled=spilled
-            )
+            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), disk=spilled)
         if spec.key.precision.master == "bf16":
             gradient = take(spec, tier, spec.key.dtype)
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumApart(gradient, gate, adder))

@@ -2,8 +2,8 @@
 
 Owns what the shard holds when (`Contents`), and through it every read and change of weights and gradients. A shard is
 put together from four parts: the values that a gather sends (`values`), an fp32 master, the sum of gradients
-(`gradient_sum`), and a gate for whoever uses them beside the training thread (`gate`). Nothing here moves bytes between
-ranks. No property blocks; methods that block say so.
+(`gradient_sum`), and a gate for whoever uses them besides the training thread (`gate`). All four are private: other
+files call this one. Nothing here moves bytes between ranks. No property blocks; methods that block say so.
 
     chunk                      values              master         a first gradient is in   several are summed in
     frozen                     memory, or disk     -              -                        -
@@ -16,6 +16,7 @@ That a gradient takes the values' place saves its memory (v2, 4.1). If the value
 cast from the master again. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum
@@ -24,6 +25,7 @@ import torch
 
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.distributed.collectives import Work
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.memory.disk import Spilled
 from elixir_moe.memory.elements import Elements, InMemory, OnDisk
@@ -80,26 +82,29 @@ class ShardState:
         tier: Tier,
         source: ValuesInMemory | ValuesOnDisk,
         gate: Gate,
-        sink: SumInMemory | SumOnDisk | None = None,
+        total: SumInMemory | SumOnDisk | None = None,
         *,
         master: torch.Tensor | None = None,
-        spilled: Spilled | None = None,
+        disk: Spilled | None = None,
         whole: torch.Tensor | None = None,
     ) -> None:
+        """The parts that the shard is put together from.
+
+        Args:
+            spec: the chunk.
+            tier: where master and moments are.
+            source: the values.
+            gate: the users of the arrays besides the training thread.
+            total: where gradients are summed; None for a frozen chunk.
+            master: fp32 weights, if there are any in memory; in fp32 they are the values themselves.
+            disk: fp32 weights and moments, if they are on disk.
+            whole: the whole frozen chunk, in memory that the ranks of a host share; the values are a part of it.
+        """
         self.spec = spec
         self.tier = tier
-        self.source = source
-        """What a gather sends."""
-        self.gate = gate
-        """Who uses the arrays beside the training thread."""
-        self.sink = sink
-        """Where gradients are summed; None for a frozen chunk."""
         self.master = master
-        """fp32 weights, if there are any in memory; in fp32 they are the values themselves."""
-        self.spilled = spilled
-        """fp32 weights and moments, if they are on disk."""
         self.whole = whole
-        """The whole frozen chunk, in memory that the ranks of a host share; this shard's values are a part of it."""
+        self._source, self._gate, self._sum, self._disk = source, gate, total, disk
         self.contents = VALUES
         self.squares: float | torch.Tensor | None = None
         """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""
@@ -113,20 +118,20 @@ class ShardState:
     @property
     def _has_apart(self) -> bool:
         """Whether the master is other memory than the values."""
-        return self.spilled is not None or (self.master is not None and self.master is not self.source.memory)
+        return self._disk is not None or (self.master is not None and self.master is not self._source.memory)
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
     @property
     def shown(self) -> torch.Tensor:
         """The memory of the values, which parameters of a chunk used in place are views of."""
-        assert self.source.memory is not None, f"chunk {self.spec.index} has its values on disk"
-        return self.source.memory
+        assert self._source.memory is not None, f"chunk {self.spec.index} has its values on disk"
+        return self._source.memory
 
     @property
     def values_shard(self) -> torch.Tensor | None:
         """The values' place, if an update writes them there beside the master."""
-        return self.source.memory if self._has_apart else None
+        return self._source.memory if self._has_apart else None
 
     def values(self) -> torch.Tensor:
         """The values that a gather sends, in the compute dtype.
@@ -134,41 +139,59 @@ class ShardState:
         They are cast from the master if a gradient has overwritten them. Blocks until a running update has finished,
         and until values on disk are read.
         """
-        self.gate.finish_update()
+        self._gate.finish_update()
         if self.contents is GRADIENT:
             self._move_to_sum()
         if self.contents in (STALE, STALE_SUM):
             self.shown.copy_(self.weights().read())
             self._become(VALUES if self.contents is STALE else SUM)
-        return self.source.take()
+        return self._source.take()
+
+    def prefetch(self) -> bool:
+        """Starts what `values` would wait for; returns False if it cannot start yet."""
+        return self._source.prepare()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `values` need not wait."""
+        return self._source.ready
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether `values` may wait, by the calls so far: all ranks have the same answer."""
+        return self._source.may_wait
+
+    def values_sent(self, mark: Callable[[], Work]) -> None:
+        """Called when the copy of `values` was issued; `mark` gives an operation that ends with it."""
+        self._source.sent(mark)
 
     def weights(self) -> Elements:
         """The weights that a checkpoint keeps: masters, or the values of a frozen chunk."""
-        if self.spilled is not None:
-            return OnDisk(self.spilled, 0, 0, self.spec.shard_numel, self.gate)
-        return self.source.elements() if self.master is None else InMemory(self.master, self.gate)
+        if self._disk is not None:
+            return OnDisk(self._disk, 0, 0, self.spec.shard_numel, self._gate)
+        return self._source.elements() if self.master is None else InMemory(self.master, self._gate)
 
     def fill(self, values: torch.Tensor, start: int = 0) -> None:
         """Sets the first values of the shard's elements from `start` on, given in the master's dtype."""
         if self._has_apart:
             self.weights()[start : start + values.numel()].write(values)
-        self.source.write(start, values)
+        self._source.write(start, values)
 
     def store(self, start: int, written: torch.Tensor) -> None:
         """Stores values that user code wrote, from element `start` of the shard on. Blocks for an update or a save.
 
         Unchanged elements keep the precision of the master.
         """
-        self.gate.open_for_writing()
+        self._gate.open_for_writing()
         if self._has_apart:
             written = _write_master(self.weights()[start : start + written.numel()], written)
         if self.contents in (VALUES, SUM):
-            self.source.write(start, written)
+            self._source.write(start, written)
 
     def write_values(self, start: int, weights: torch.Tensor) -> None:
         """Writes the values of elements from `start` on, whose `weights` were written; only where these are apart."""
         if self._has_apart:
-            self.source.write(start, weights)
+            self._source.write(start, weights)
 
     def kept_values(self) -> torch.Tensor:
         """The result of `values`, computed from `weights`. Blocks until a running update has finished."""
@@ -176,8 +199,8 @@ class ShardState:
 
     def move_to(self, memory: torch.Tensor) -> None:
         """Makes `memory`, flat uint8, the place of the values; other tensors keep the old one."""
-        assert isinstance(self.source, ValuesInMemory)
-        self.source.memory = memory.view(self.source.memory.dtype)
+        assert isinstance(self._source, ValuesInMemory)
+        self._source.memory = memory.view(self._source.memory.dtype)
 
     # -------------------------------------------------------------------------------------------------------- gradients
 
@@ -189,14 +212,14 @@ class ShardState:
     @property
     def gradient_moves(self) -> bool:
         """Whether a second gradient, or a gather, makes the host read the gradient to begin a sum with it."""
-        apart = isinstance(self.sink, SumApart) and self.sink.total is None
+        apart = isinstance(self._sum, SumApart) and self._sum.total is None
         return self.contents is GRADIENT or (apart and self.has_gradient)
 
     @property
     def sum_memory(self) -> torch.Tensor:
         """The memory in which gradients of an fp32 chunk are summed, whether or not there are any."""
-        assert self.sink is not None and self.sink.total is not None
-        return self.sink.total
+        assert self._sum is not None and self._sum.total is not None
+        return self._sum.total
 
     def take_place(self) -> torch.Tensor | None:
         """Memory for the sum of the next gradient, so that `add_gradient` copies nothing; None if it must be added.
@@ -204,16 +227,16 @@ class ShardState:
         The content of the memory is lost, whether or not a gradient follows. Blocks until a running update has
         finished.
         """
-        self.gate.finish_update()
+        self._gate.finish_update()
         place = self._first_place()
-        if place is not None and place is self.source.memory:
+        if place is not None and place is self._source.memory:
             self._become(STALE)
         return place
 
     def _first_place(self) -> torch.Tensor | None:
         """Memory for the next gradient, if it is the first one and may be copied there."""
-        assert self.sink is not None
-        return None if self.has_gradient else self.sink.place(self.source.memory)
+        assert self._sum is not None
+        return None if self.has_gradient else self._sum.place(self._source.memory)
 
     def add_gradient(self, reduced: torch.Tensor, squares: float | torch.Tensor | None = None) -> None:
         """Adds the gradient summed over the process group, of any dtype and device.
@@ -222,7 +245,7 @@ class ShardState:
         gradient is copied, and stays there, so that nobody waits for it. Blocks until a running update, which reads the
         last gradient, has finished.
         """
-        self.gate.finish_update()
+        self._gate.finish_update()
         if self.has_gradient:
             self.squares = None
         elif squares is None and reduced.device.type != "cpu":
@@ -232,13 +255,13 @@ class ShardState:
         self._add(reduced)
 
     def _add(self, reduced: torch.Tensor) -> None:
-        assert self.sink is not None
+        assert self._sum is not None
         place = self._first_place()
-        if self.sink.total is not None and reduced.data_ptr() == self.sink.total.data_ptr():
+        if self._sum.total is not None and reduced.data_ptr() == self._sum.total.data_ptr():
             self._become(_ADDED[self.contents])  # summed where it lies
         elif place is None:
             self._add_to_sum(reduced)
-        elif place is not self.source.memory:
+        elif place is not self._source.memory:
             place.copy_(reduced, non_blocking=True)
             self._become(_ADDED[self.contents])
         else:
@@ -248,7 +271,7 @@ class ShardState:
             self._become(GRADIENT)
 
     def _add_to_sum(self, reduced: torch.Tensor) -> None:
-        assert self.sink is not None
+        assert self._sum is not None
         if self.contents is GRADIENT:
             self._move_to_sum()
         first = not self.has_gradient
@@ -257,13 +280,13 @@ class ShardState:
             if not first or self.squares is None:
                 self.squares = squares
 
-        self.sink.add(reduced, first=first, told=told)
+        self._sum.add(reduced, first=first, told=told)
         self._become(_ADDED[self.contents])
 
     def _move_to_sum(self) -> None:
         """Begins the sum with the gradient that is in the values' place."""
-        assert isinstance(self.sink, SumInMemory)
-        self.sink.begin(self.shown)
+        assert isinstance(self._sum, SumInMemory)
+        self._sum.begin(self.shown)
         self._become(STALE_SUM)
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -274,20 +297,20 @@ class ShardState:
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
         if self.contents is GRADIENT:
             return self.shown[start:stop]
-        assert self.sink is not None
-        return self.sink.read(start, self.spec.shard_numel if stop is None else stop)
+        assert self._sum is not None
+        return self._sum.read(start, self.spec.shard_numel if stop is None else stop)
 
     @property
     def gradient_comes_along(self) -> bool:
         """Whether an update gets the gradient along with master and moments, and so need not ask for it."""
-        return self.sink is not None and self.sink.on_disk
+        return self._sum is not None and self._sum.on_disk
 
     def sum_of_squares(self, threads: int) -> float | torch.Tensor:
         """The sum of squares of the gradient; a scalar on the device if it was computed there.
 
         `threads` is for a sum on the host. Blocks until nobody adds to the gradient.
         """
-        self.gate.finish_sum()
+        self._gate.finish_sum()
         return sum_of_squares(self.gradient(), threads=threads) if self.squares is None else self.squares
 
     def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> None:
@@ -297,17 +320,55 @@ class ShardState:
                 change(self.shown[start:stop])
             self.squares = None
         else:
-            assert self.sink is not None
-            self.squares = self.sink.change(ranges, change)
+            assert self._sum is not None
+            self.squares = self._sum.change(ranges, change)
 
     def clear_gradient(self) -> None:
         """Forgets the gradient without an update. Blocks until nobody adds to it."""
-        self.gate.leave_sum()
+        self._gate.leave_sum()
         self._become(_CLEARED[self.contents])
+
+    # --------------------------------------------------------------------------------------------- updates and saves
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether master and moments are on disk."""
+        return self._disk is not None
+
+    def elements_of(self, state: torch.Tensor) -> Elements:
+        """The elements of an array in memory that updates of this shard write."""
+        return InMemory(state, self._gate)
+
+    def moments(self, in_memory: Sequence[torch.Tensor]) -> list[Elements]:
+        """The arrays of both moments: those on disk, else the given ones."""
+        if self._disk is None:
+            return [self.elements_of(array) for array in in_memory]
+        arrays, numel = self.spec.key.precision.arrays(2), self.spec.shard_numel
+        return [OnDisk(self._disk, i, 0, array.numel(numel), self._gate) for i, array in enumerate(arrays) if i]
+
+    def change(
+        self, work: Callable[[int, list[torch.Tensor]], None], moments: Sequence[torch.Tensor]
+    ) -> Sequence[Future[None]]:
+        """Calls ``work(start, arrays)`` on master and moments of all elements from `start` on, or of slices of them.
+
+        `moments` are those in memory. Returns the work that has not ended: that on slices on disk.
+        """
+        if self._disk is not None:
+            return self._disk.change(work)
+        work(0, [self.shown if self.master is None else self.master, *moments])
+        return ()
+
+    def begin_update(self, update: "Future[Sequence[Future[None]]]") -> None:
+        """Registers an update that ends later, with the tasks that it starts."""
+        self._gate.begin_update(update)
+
+    def withdraw_update(self) -> None:
+        """Forgets an update that will change nothing."""
+        self._gate.withdraw_update()
 
     def updated(self) -> None:
         """Called when an update has written master and values: drops the gradient."""
-        self.gate.leave_sum()
+        self._gate.leave_sum()
         self._become(VALUES)
 
     def update_beside(self, update: "Future[Sequence[Future[None]]]") -> None:
@@ -316,27 +377,52 @@ class ShardState:
         Until they end, the update still reads the gradient, which may lie in the values' place. Only the gate keeps
         other readers out: one that went past it would take the gradient for weights.
         """
-        self.gate.begin_update(update)
+        self.begin_update(update)
         self.updated()
+
+    def finish_update(self) -> None:
+        """Blocks until a running update has ended; raises its error."""
+        self._gate.finish_update()
+
+    def drop_update(self) -> None:
+        """Blocks until a running update has ended, and forgets its error: all that it writes is replaced."""
+        self._gate.drop_update()
+
+    def finish_sum(self) -> None:
+        """Blocks until nobody adds to the gradient; raises the error of an addition."""
+        self._gate.finish_sum()
+
+    def open_for_writing(self) -> None:
+        """Blocks until master, moments and values may be changed: no update and no save uses them."""
+        self._gate.open_for_writing()
+
+    def begin_save(self, copied: threading.Event) -> None:
+        """Registers a save that reads the shard until it sets `copied`."""
+        self._gate.reader = copied
+
+    @property
+    def being_saved(self) -> bool:
+        """Whether a save still reads the shard."""
+        return self._gate.being_saved
 
     # ------------------------------------------------------------------------------------------------------------ bytes
 
     @property
     def compute_tier(self) -> Tier:
         """The tier that gathers read."""
-        return Tier.DISK if self.source.memory is None else self.tier.of_compute
+        return Tier.DISK if self._source.memory is None else self.tier.of_compute
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of the state, by tier; gradients count as if they were there."""
-        on_disk = self.source.disk_bytes + (0 if self.spilled is None else self.spilled.nbytes)
+        on_disk = self._source.disk_bytes + (0 if self._disk is None else self._disk.nbytes)
         in_memory = sum(tensor.nbytes for tensor in self._tensors())
         return {tier: nbytes for tier, nbytes in ((self.tier.of_compute, in_memory), (Tier.DISK, on_disk)) if nbytes}
 
     def _tensors(self) -> list[torch.Tensor]:
-        total = None if self.sink is None else self.sink.total
+        total = None if self._sum is None else self._sum.total
         apart = self.master if self._has_apart else None
-        own = self.sink.own if isinstance(self.sink, SumApart) else None
-        return [tensor for tensor in (self.source.memory, apart, own, total) if tensor is not None]
+        own = self._sum.own if isinstance(self._sum, SumApart) else None
+        return [tensor for tensor in (self._source.memory, apart, own, total) if tensor is not None]
 
 
 def _write_master(kept: Elements, written: torch.Tensor) -> torch.Tensor:

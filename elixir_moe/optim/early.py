@@ -35,7 +35,7 @@ class _Begun:
     prepared: "Future[Update | None]"
     """The update, when the gradient has come; None if the gradient is not finite."""
     done: "Future[Sequence[Future[None]]]"
-    """What `Gate.begin_update` takes."""
+    """The argument of `ShardState.begin_update`."""
 
 
 class EarlyUpdates:
@@ -71,7 +71,7 @@ class EarlyUpdates:
         complete = all(
             (index, position) in self._scheduler.reductions.used for position in range(len(chunk.parameters))
         )
-        if not complete or shard.gate.being_saved:
+        if not complete or shard.being_saved:
             return
         squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
 
@@ -86,7 +86,7 @@ class EarlyUpdates:
 
         prepared = self._thread.submit(prepare)
         done = self._thread.submit(_run, prepared)
-        shard.gate.begin_update(done)
+        shard.begin_update(done)
         self._phase.early[index] = _Begun(shard=shard, prepared=prepared, done=done)
 
     @property
@@ -102,7 +102,7 @@ class EarlyUpdates:
                 one.prepared.exception()  # until it no longer reads the gradient
             if withdrawn or one.prepared.result() is None:
                 self._phase.early[index] = None
-                one.shard.gate.withdraw_update()
+                one.shard.withdraw_update()
         return len(self._begun)
 
     def __contains__(self, chunk: Chunk) -> bool:

@@ -287,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.gathers.drop()
         self._scheduler.reductions.drain()
         for chunk in self._chunks:
-            chunk.shard.gate.open_for_writing()
+            chunk.shard.open_for_writing()
         self._update.switch(mode, self._chunks)
         self._update.finish(mode)
         for chunk in self._chunks:
@@ -313,7 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with ExitStack() as ends:  # the last one is called first, and each is called though others fail
             ends.callback(self._kept.check_last_step)
             for chunk in self._chunks:
-                ends.callback(chunk.shard.gate.finish_update)
+                ends.callback(chunk.shard.finish_update)
             for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
                 ends.callback(communicator.close)
             ends.callback(self._groups.close)
@@ -417,7 +417,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
         shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
-        shard.gate.open_for_writing()
+        shard.open_for_writing()
         work = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
         update = partial(in_span, "update", chunk.label, work)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:

@@ -32,7 +32,7 @@ from elixir_moe.kernels import (
     narrow_step,
     windows,
 )
-from elixir_moe.memory.elements import Coded, Elements, InMemory, OnDisk
+from elixir_moe.memory.elements import Coded, Elements
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, host_zeros
 from elixir_moe.optim.accepted import check_kept, is_adam, is_cut, like, modes_of
@@ -83,7 +83,7 @@ class AdamUpdate:
         self._divisors: dict[float, torch.Tensor | None] = {}
         """As `_counts`, what gradients are divided by, by their scale."""
         for chunk in chunks:
-            if chunk.shard.spilled is None:
+            if not chunk.shard.on_disk:
                 nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
                 with allocation(nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
                     self._state[chunk.spec.index] = [_zeros(chunk, array) for array in _arrays(chunk)[1:]]
@@ -103,7 +103,7 @@ class AdamUpdate:
         work it has not finished: the update of slices on disk.
         """
         home = chunk.shard
-        home.gate.finish_sum()
+        home.finish_sum()
         compute = home.values_shard
         fused = home.tier is Tier.DEVICE and fuses(home.shown.device) and not chunk.spec.key.precision.is_narrow
         divisor = self._divisor(scale, home.shown.device) if fused else None
@@ -122,7 +122,7 @@ class AdamUpdate:
                 "skip": skip,
                 "decoupled": chosen["decoupled_weight_decay"],
                 "maximize": chosen["maximize"],
-                "threads": host_threads(chunk.device) if home.spilled is None else 1,
+                "threads": host_threads(chunk.device) if not home.on_disk else 1,
             }
             if fused:
                 settings |= {"count": self._count(steps + 1, home.shown.device), "divisor": divisor}
@@ -141,10 +141,7 @@ class AdamUpdate:
             runs = [run(*alike) for alike in _runs(pieces, used)]
         unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
         work = partial(_adam, runs, unused, compute, _arrays(chunk))
-        if home.spilled is not None:
-            return partial(home.spilled.change, work)
-        weight = home.shown if home.master is None else home.master
-        return partial(_at_once, partial(work, 0, [weight, *self._state[chunk.spec.index]]))
+        return partial(home.change, work, self._state.get(chunk.spec.index, ()))
 
     def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
         """The random bits of a piece's elements from `start` on in its next update."""
@@ -152,12 +149,7 @@ class AdamUpdate:
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
         """The state of a piece by name: flat elements, or one value for all of it."""
-        spilled, gate, numel = chunk.shard.spilled, chunk.shard.gate, chunk.spec.shard_numel
-        kept: list[Elements]
-        if spilled is None:
-            kept = [InMemory(tensor, gate) for tensor in self._state[chunk.spec.index]]
-        else:
-            kept = [OnDisk(spilled, i, 0, a.numel(numel), gate) for i, a in enumerate(_arrays(chunk)) if i]
+        numel, kept = chunk.spec.shard_numel, chunk.shard.moments(self._state.get(chunk.spec.index, ()))
         if chunk.spec.key.precision.moments == "int8":
             kept = [Coded(kept[0], kept[1], numel, signed=True), Coded(kept[2], kept[3], numel, signed=False)]
         return {name: moment[trained.piece.here] for name, moment in zip(("exp_avg", "exp_avg_sq"), kept, strict=True)}
@@ -348,8 +340,8 @@ class ElementwiseUpdate:
         optimizer, view = self._optimizers[chunk.spec.index, trained.group], self._views[id(trained)]
         state = optimizer.state.get(view, {})
         check_kept(optimizer, state, view)
-        gate = chunk.shard.gate
-        return {n: InMemory(v, gate) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
+        elements_of = chunk.shard.elements_of
+        return {n: elements_of(v) if isinstance(v, torch.Tensor) and v.dim() else v for n, v in state.items()}
 
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
@@ -358,7 +350,7 @@ class ElementwiseUpdate:
         view = self._views[id(trained)]
         tensors = {name: torch.empty_like(view, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, trained.group].state[view] = {**tensors, **values}
-        return {name: InMemory(tensor, chunk.shard.gate) for name, tensor in tensors.items()}
+        return {name: chunk.shard.elements_of(tensor) for name, tensor in tensors.items()}
 
 
 def _of_nothing(inner: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:

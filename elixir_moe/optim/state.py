@@ -146,14 +146,14 @@ class OptimizerState:
         self._phase.require(OPEN, "em.load()")
         self._phase.write("an em.load()")
         for chunk in self._chunks:
-            chunk.shard.gate.drop_update()
+            chunk.shard.drop_update()
         self._phase.early.clear()
         self.give_up_gradients()
         self._decision.forget_options()
         self._hooks.updated()
         self._scheduler.gathers.drop(frozen=True)
         for chunk in self._scheduler.chunks:
-            chunk.shard.gate.open_for_writing()
+            chunk.shard.open_for_writing()
         yield
         for chunk in self._scheduler.chunks:
             chunk.shard.updated()

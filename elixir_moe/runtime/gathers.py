@@ -204,7 +204,7 @@ class Gathers:
         `released`: what was held has been used, so that the device has work while the host waits.
         """
         for weights in self._queue:
-            if not weights.chunk.shard.source.prepare():
+            if not weights.chunk.shard.prefetch():
                 break  # buffers are taken in the order of the queue, so its first gather finds one
         while self._queue:
             weights = self._queue[0]
@@ -223,10 +223,10 @@ class Gathers:
         ended and the block is free, or the chunk is needed next.
         """
         assert weights.block is not None
-        source, index = weights.chunk.shard.source, weights.chunk.spec.index
+        shard, index = weights.chunk.shard, weights.chunk.spec.index
         if self.in_order:
-            return not source.may_wait or (released and index in self.cache.upcoming)
-        return source.ready and (weights.block.quiet or index in self.cache.upcoming)
+            return not shard.may_wait or (released and index in self.cache.upcoming)
+        return shard.ready and (weights.block.quiet or index in self.cache.upcoming)
 
     def _begin(self, weights: Weights) -> None:
         chunk = weights.chunk
@@ -241,7 +241,7 @@ class Gathers:
                         weights.own_part.copy_(values, non_blocking=True)
                     else:
                         weights.buffer.copy_(whole, non_blocking=True)
-                chunk.shard.source.sent(lambda: self._streams.marked(Work()))
+                chunk.shard.values_sent(lambda: self._streams.marked(Work()))
             if chunk.spec.shards == 1 or whole is not None:
                 weights.gather = self._streams.marked(Work())
                 return

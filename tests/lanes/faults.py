@@ -197,7 +197,7 @@ def _updates_do_not_wait_for_a_save(patch: Patch) -> None:
 def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
     def by_time(gathers: Any, weights: Any, *, released: bool) -> bool:
         chunk = weights.chunk
-        return chunk.shard.source.ready and (weights.block.quiet or chunk.spec.index in gathers.cache.upcoming)
+        return chunk.shard.ready and (weights.block.quiet or chunk.spec.index in gathers.cache.upcoming)
 
     patch(Gathers, "_may_begin", by_time)
 

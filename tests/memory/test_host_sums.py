@@ -52,8 +52,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSums]:
 
 def add_beside(shard: ShardState, sums: HostSums) -> None:
     """From now on the shard's gradients are added beside backward."""
-    assert shard.sink is not None
-    shard.sink.beside = sums
+    assert shard._sum is not None
+    shard._sum.beside = sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +116,7 @@ def test_whoever_uses_a_sum_waits(dtype: torch.dtype, use: str) -> None:
     shard, awaited = shard_of(dtype), Awaited()
     for seed in range(2):
         shard.add_gradient(gradient(dtype, seed))
-    shard.gate.begin_adding(lambda behind: awaited)
+    shard._gate.begin_adding(lambda behind: awaited)
     getattr(shard, use)()
     assert awaited.asked
 
@@ -130,7 +130,7 @@ def test_values_keep_their_place_and_wait_for_no_sum(sums: HostSums) -> None:
     Copy.ended.clear()
     shard.add_gradient(gradient(torch.bfloat16, 2))
     assert shard.values() is shard.shown and not shard.gradient_moves
-    adding = shard.gate._adding
+    adding = shard._gate._adding
     assert adding is not None and not adding.done()
 
 

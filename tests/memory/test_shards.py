@@ -76,8 +76,8 @@ def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
         assert not reading.done()
         under_way.set_result(())
         assert reading.result().tolist() == [2.0, 2.0]
-    assert shard.gate.has_update
-    assert shard.values() is shard.shown and not shard.gate.has_update
+    assert shard._gate.has_update
+    assert shard.values() is shard.shown and not shard._gate.has_update
 
 
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
@@ -95,7 +95,7 @@ def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None
     assert shard.contents is Contents.VALUES
     assert not shard.has_gradient
     assert torch.equal(shard.values(), shard.master.bfloat16())
-    assert shard.sink is not None and shard.sink.total is None
+    assert shard._sum is not None and shard._sum.total is None
 
 
 def test_bf16_values_wanted_again_move_the_gradient_to_the_accumulator() -> None:
@@ -169,7 +169,7 @@ def test_fp32_sends_the_master_and_sums_in_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_frozen_chunk_has_nothing_but_its_values(dtype: torch.dtype) -> None:
     shard = shard_of(dtype, trainable=False)
-    assert shard.master is None and shard.sink is None
+    assert shard.master is None and shard._sum is None
     assert shard.values() is shard.shown
     assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
     assert not shard.has_gradient

@@ -320,7 +320,7 @@ def failing(folder: str, what: str) -> tuple[str, list[float]]:
             with pytest.MonkeyPatch.context() as patch:
                 if fails and step == 1:
                     for chunk in model._elixir.scheduler.chunks:
-                        chunk.shard.gate.finish_update()
+                        chunk.shard.finish_update()
                     patch.setattr(DiskFile, "move", once)
                     with pytest.raises(em.DiskError) as error:
                         for micro in range(2):
@@ -360,7 +360,7 @@ def broken_update(folder: str) -> tuple[str, bool]:
     with mock.patch.object(ValuesPlace, "overwrite", fails), pytest.raises(em.DiskError) as error:
         optimizer.step()
         for chunk in model._elixir.scheduler.chunks:
-            chunk.shard.gate.wait_for_update()
+            chunk.shard._gate.wait_for_update()
     with pytest.raises(em.DiskError, match="gone for good"):
         em.full_state_dict(model, all_ranks=True)
     with pytest.raises(em.DiskError, match="gone for good"):

@@ -189,19 +189,17 @@ def slices_held_back(plan: em.Plan) -> list[str]:
     take_step(model, optimizer, 0)
     begun = threading.Event()
     for chunk in optimizer._scheduler.chunks[1:]:
-        spilled = chunk.shard.spilled
-        assert spilled is not None
-        change, index = spilled.change, chunk.spec.index
+        change, index = chunk.shard.change, chunk.spec.index
 
-        def held_back(work: Any, change: Any = change, index: int = index) -> Any:
+        def held_back(work: Any, moments: Any, change: Any = change, index: int = index) -> Any:
             def later(*part: Any) -> None:
                 assert begun.wait(PATIENCE_SECONDS), "forward waits for updates that it does not need yet"
                 work(*part)
                 model.events.append(f"updated {index}")
 
-            return change(later)
+            return change(later, moments)
 
-        spilled.change = held_back  # type: ignore[method-assign]
+        chunk.shard.change = held_back  # type: ignore[method-assign]
     take_step(model, optimizer, 1)
     model.layers[0].register_forward_hook(lambda *_: begun.set(), prepend=True)
     model(torch.randn(4, D))

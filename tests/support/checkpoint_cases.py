@@ -238,7 +238,7 @@ def held_back(directory: Path, ep: int, plan: str) -> None:
         run.save(directory / f"{name}-at-once")
         with mock.patch.object(FileImage, "write", lambda *of, go=go: (go.wait(), write(*of))[1]):
             saving = run.save(directory / f"{name}-beside", asynchronous=True)
-            (copied,) = {chunk.shard.gate.reader for chunk in run.model._elixir.scheduler.chunks}
+            (copied,) = {chunk.shard._gate.reader for chunk in run.model._elixir.scheduler.chunks}
             copied.wait = lambda copied=copied, go=go: (go.set(), threading.Event.wait(copied))
             change(run)
             go.set()
@@ -289,7 +289,7 @@ def updates_under_way(directory: Path, plan: em.Plan, copies_late: bool) -> None
         extra["seen"].append(2)
         optimizer.param_groups[0]["lr"] = 0.5
         torch.rand(1), random.random(), np.random.rand()
-        (copied,) = {chunk.shard.gate.reader for chunk in model._elixir.scheduler.chunks}
+        (copied,) = {chunk.shard._gate.reader for chunk in model._elixir.scheduler.chunks}
         copied.wait = lambda: (copy.set(), threading.Event.wait(copied))
         model.register_forward_pre_hook(lambda *_: go_on.set())
         take_step(model, optimizer, 2)

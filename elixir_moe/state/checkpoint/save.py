@@ -274,7 +274,7 @@ def save(
     with _abandoning(drafts, copied.set):
         background, stream = wrapped.groups.background(), _stream_behind(wrapped)
         for chunk in wrapped.scheduler.chunks:
-            chunk.shard.gate.reader = copied
+            chunk.shard.begin_save(copied)
         executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
         saving = Saving(target, wrapped, executor.submit(write_beside), copied)
         executor.shutdown(wait=False)
