@@ -67,7 +67,7 @@ def _random(nbytes: int, seed: int) -> torch.Tensor:
 def _written(folder: str, shards: int, nbytes: int) -> tuple[ValuesFile, list[ValuesPlace]]:
     """A file of this library with the weights of as many chunks."""
     file = ValuesFile(folder, [nbytes] * shards, torch.device("cpu"))
-    places = [file.take(nbytes, index) for index in range(shards)]
+    places = [file.allocate(nbytes, index) for index in range(shards)]
     for index, place in enumerate(places):
         place.write(0, _random(nbytes, index))
     return file, places

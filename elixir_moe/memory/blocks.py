@@ -143,7 +143,7 @@ class ShardBlock(Block):
     """The shard of a chunk used in place, as a block that holds the values already."""
 
     def __init__(self, shard: ShardState, statistics: Statistics, allocating: Allocating = nullcontext) -> None:
-        super().__init__(_own_storage(shard.shown), statistics, allocating)
+        super().__init__(_own_storage(shard.storage), statistics, allocating)
         self._shard = shard
 
     def claim(self, spec: ChunkSpec, wait_for_compute: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -152,8 +152,8 @@ class ShardBlock(Block):
             self.busy.wait()
             self.busy = None
         self._shard.values()
-        if self._memory.wire.data_ptr() != self._shard.shown.data_ptr():  # an interrupt came before the last assignment
-            self._memory = _Memory(_own_storage(self._shard.shown))
+        if self._memory.wire.data_ptr() != self._shard.storage.data_ptr():  # an interrupt came before the assignment
+            self._memory = _Memory(_own_storage(self._shard.storage))
         return self._memory.flat.view(spec.key.dtype)
 
     def make_writable(self) -> None:

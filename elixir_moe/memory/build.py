@@ -12,8 +12,8 @@ import torch
 from elixir_moe.chunks.ledger import values_bytes
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier, reads_disk
-from elixir_moe.memory.disk import Spill
-from elixir_moe.memory.disk_values import ValuesFile, WhollySpilled
+from elixir_moe.memory.disk import DiskStore
+from elixir_moe.memory.disk_values import FullDiskShard, ValuesFile
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
 from elixir_moe.memory.host_sums import HostSums
@@ -25,8 +25,8 @@ from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 def build_shards(
     chunks: list[tuple[ChunkSpec, Tier]],
     device: torch.device,
-    spill: Spill | None = None,
-    beside: HostSums | None = None,
+    store: DiskStore | None = None,
+    host_sums: HostSums | None = None,
     values: ValuesFile | None = None,
     *,
     values_on_disk: bool = False,
@@ -36,10 +36,10 @@ def build_shards(
     """Allocates the state of all chunks: one slab for each tier and dtype, several where one would be page-locked
     beyond `LOCKED_BYTES`.
 
-    For chunks on disk, `spill` is the file of masters and moments, and `values` that of values: of frozen chunks, and
+    For chunks on disk, `store` is the file of masters and moments, and `values` that of values: of frozen chunks, and
     with `values_on_disk` of trainable ones too. `shared` has the memory of whole chunks that ranks of this host share:
-    the shards of global rank `rank` are parts of it. `beside` adds gradients of chunks outside the device tier, beside
-    backward.
+    the shards of global rank `rank` are parts of it. `host_sums` adds gradients of chunks outside the device tier
+    while backward runs.
 
     With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
     """
@@ -68,23 +68,24 @@ def build_shards(
         for (tier, dtype, travels), numels in wanted.items()
     }
 
-    def take(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> torch.Tensor:
         left = slabs[slab_of(spec, tier, dtype)]
         while left[0].left < spec.shard_numel:
             left.popleft()
-        return left[0].take(spec.shard_numel)
+        return left[0].allocate(spec.shard_numel)
 
     def whole(spec: ChunkSpec) -> ShardState:
         """A chunk with nothing in memory."""
         assert values is not None, "values on disk without a file"
         numel, dtype, nbytes, gate = spec.shard_numel, spec.key.dtype, values_bytes(spec), Gate()
         if not spec.key.trainable:
-            return ShardState(spec, Tier.DISK, ValuesOnDisk(values.take(nbytes, spec.index), dtype, numel, gate), gate)
-        assert spill is not None, "chunks on disk without a file"
-        place = values.take(nbytes, spec.index, spill.slice_numel * dtype.itemsize)
+            place = values.allocate(nbytes, spec.index)
+            return ShardState(spec, Tier.DISK, ValuesOnDisk(place, dtype, numel, gate), gate)
+        assert store is not None, "chunks on disk without a file"
+        place = values.allocate(nbytes, spec.index, store.slice_numel * dtype.itemsize)
         source = ValuesOnDisk(place, dtype, numel, gate)
-        spilled = WhollySpilled(spill, numel, spec.index, source.elements())
-        return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(spilled, gate, beside), disk=spilled)
+        disk = FullDiskShard(store, numel, spec.index, source.elements())
+        return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(disk, gate, host_sums), disk=disk)
 
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if reads_disk(spec, tier, values_on_disk=values_on_disk):
@@ -92,17 +93,18 @@ def build_shards(
         if (together := shared.get(spec.index)) is not None:
             gate, (start, stop) = Gate(), spec.shard_bounds(rank)
             return ShardState(spec, tier, ValuesInMemory(together[start:stop], gate), gate, whole=together)
-        gate, adder, own = Gate(), None if tier is Tier.DEVICE else beside, take(spec, tier.of_compute, spec.key.dtype)
+        gate, adder = Gate(), None if tier is Tier.DEVICE else host_sums
+        own = allocate(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate)
         if tier is Tier.DISK:
-            assert spill is not None, "chunks on disk without a file"
-            spilled = spill.take(spec.shard_numel, spec.index)
-            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), disk=spilled)
+            assert store is not None, "chunks on disk without a file"
+            disk = store.allocate(spec.shard_numel, spec.index)
+            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), disk=disk)
         if spec.key.precision.master == "bf16":
-            gradient = take(spec, tier, spec.key.dtype)
+            gradient = allocate(spec, tier, spec.key.dtype)
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumApart(gradient, gate, adder))
-        master = take(spec, tier, torch.float32)
+        master = allocate(spec, tier, torch.float32)
         if spec.key.dtype == torch.float32:  # the master is what a gather sends, and the other memory is for gradients
             source, sink = ValuesInMemory(master, gate), SumInMemory(own, gate, adder)
         else:

@@ -112,7 +112,7 @@ class Record:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Spill(DiskFile):
+class DiskStore(DiskFile):
     """The masters and moments of one rank."""
 
     def __init__(
@@ -139,9 +139,9 @@ class Spill(DiskFile):
         self._memory = torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
         self.records = [Record(part) for part in self._memory.chunk(DISK_THREADS)]
 
-    def take(self, numel: int, chunk: int) -> "Spilled":
+    def allocate(self, numel: int, chunk: int) -> "DiskShard":
         """The place of the next chunk's arrays; `chunk` is its number, for messages."""
-        return Spilled(self, *self.reserve(numel), numel, chunk)
+        return DiskShard(self, *self.reserve(numel), numel, chunk)
 
     def reserve(self, numel: int) -> tuple[int, Arrays]:
         """Hands out the bytes of the next shard, of `numel` elements; returns their offset and its arrays."""
@@ -155,16 +155,16 @@ class Spill(DiskFile):
         return self.records[getattr(self._thread, "number", 0) % len(self.records)]
 
 
-class Spilled:
+class DiskShard:
     """The arrays of one chunk on disk."""
 
-    def __init__(self, spill: Spill, offset: int, arrays: Arrays, numel: int, chunk: int) -> None:
-        self._spill = spill
+    def __init__(self, store: DiskStore, offset: int, arrays: Arrays, numel: int, chunk: int) -> None:
+        self._file = store
         self._offset = offset
         self._chunk = chunk
         self.arrays = arrays
         self.numel = numel
-        self._slices = range(-(-numel // spill.slice_numel))
+        self._slices = range(-(-numel // store.slice_numel))
         self._checksums: dict[tuple[int, int], int] = {}
 
     @property
@@ -174,36 +174,36 @@ class Spilled:
 
     def _bounds(self, index: int) -> tuple[int, int]:
         """The elements of slice `index`."""
-        start = index * self._spill.slice_numel
-        return start, min(start + self._spill.slice_numel, self.numel)
+        start = index * self._file.slice_numel
+        return start, min(start + self._file.slice_numel, self.numel)
 
     def change(self, work: Callable[[int, list[torch.Tensor]], None]) -> "list[Future[None]]":
         """Starts to change all slices: ``work(start, arrays)`` gets the slice of every array from element `start` on.
 
         Slices are changed in order, several at a time, on threads of their own.
         """
-        return [self._spill.threads.submit(self._change, index, work) for index in self._slices]
+        return [self._file.threads.submit(self._change, index, work) for index in self._slices]
 
     def _change(self, index: int, work: Callable[[int, list[torch.Tensor]], None]) -> None:
         """Reads slice `index` of all arrays, changes it and writes it back."""
-        own = self._spill.record()
+        own = self._file.record()
         with own.lock:
             sizes = [self._paged(index, array) for array in range(len(self.arrays))]
             record = own.memory[: sum(sizes)]
-            self._spill.move(self._place(index, 0), record, write=False)
+            self._file.move(self._place(index, 0), record, write=False)
             contents = list(record.split(sizes))
             for array, content in enumerate(contents):
                 self._check(index, array, content)
-            work(self._bounds(index)[0], [self._shown(index, array, content) for array, content in enumerate(contents)])
+            work(self._bounds(index)[0], [self._elements(index, i, content) for i, content in enumerate(contents)])
             self._leave(index, record, contents)
 
     def _leave(self, index: int, record: torch.Tensor, contents: list[torch.Tensor]) -> None:
         """Writes slice `index` of the first arrays, whose `contents` are the first of the `record`."""
-        self._spill.move(self._place(index, 0), record[: sum(map(len, contents))], write=True)
+        self._file.move(self._place(index, 0), record[: sum(map(len, contents))], write=True)
         for array, content in enumerate(contents):
             self._sign(index, array, content)
 
-    def _shown(self, index: int, array: int, content: torch.Tensor) -> torch.Tensor:
+    def _elements(self, index: int, array: int, content: torch.Tensor) -> torch.Tensor:
         """The elements in the content of slice `index` of an array."""
         (start, stop), kind = self._bounds(index), self.arrays[array]
         return content[: kind.nbytes(stop - start)].view(kind.dtype)
@@ -212,36 +212,36 @@ class Spilled:
         """A copy of elements `start` to `stop` of an array."""
         found = torch.empty(stop - start, dtype=self.arrays[array].dtype, device="cpu")
         for index, here, there in self._parts(array, start, stop):
-            own = self._spill.record()
+            own = self._file.record()
             with own.lock:
-                found[here] = self._shown(index, array, self._load(array, index, own))[there]
+                found[here] = self._elements(index, array, self._load(array, index, own))[there]
         return found
 
     def write(self, array: int, start: int, values: torch.Tensor) -> None:
         """Overwrites the elements of an array from `start` on with `values`."""
         for index, here, there in self._parts(array, start, start + values.numel()):
-            own = self._spill.record()
+            own = self._file.record()
             with own.lock:
                 content = self._load(array, index, own)
-                self._shown(index, array, content)[there] = values[here]
+                self._elements(index, array, content)[there] = values[here]
                 self._store(array, index, content)
 
     def _parts(self, array: int, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice index, its elements in the request, its elements in the slice) for each slice of a request."""
-        step = self.arrays[array].numel(self._spill.slice_numel)
+        step = self.arrays[array].numel(self._file.slice_numel)
         for index in range(start // step, -(-stop // step)):
             low, high = max(start, index * step), min(stop, (index + 1) * step)
             yield index, slice(low - start, high - start), slice(low - index * step, high - index * step)
 
     def _load(self, array: int, index: int, record: Record) -> torch.Tensor:
         content = record.memory[: self._paged(index, array)]
-        self._spill.move(self._place(index, array), content, write=False)
+        self._file.move(self._place(index, array), content, write=False)
         self._check(index, array, content)
         return content
 
     def _store(self, array: int, index: int, content: torch.Tensor) -> None:
         self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one
-        self._spill.move(self._place(index, array), content, write=True)
+        self._file.move(self._place(index, array), content, write=True)
         self._sign(index, array, content)
 
     def _paged(self, index: int, array: int) -> int:
@@ -251,11 +251,11 @@ class Spilled:
 
     def _place(self, index: int, array: int) -> int:
         """The offset of slice `index` of an array."""
-        before = index * record_bytes(self._spill.slice_numel, self.arrays)
+        before = index * record_bytes(self._file.slice_numel, self.arrays)
         return self._offset + before + sum(self._paged(index, earlier) for earlier in range(array))
 
     def _sign(self, index: int, array: int, content: torch.Tensor) -> None:
-        if self._spill.checked:
+        if self._file.checked:
             self._checksums[index, array] = zlib.crc32(bytes_of(content))
 
     def _check(self, index: int, array: int, content: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ class Spilled:
         if wanted is not None and zlib.crc32(bytes_of(content)) != wanted:
             start, stop = self._bounds(index)
             raise DiskError(
-                f"{self._spill.where}: what rank {self._spill.rank} read from {self._spill.directory!r} is not what it "
+                f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
                 f"wrote there (chunk {self._chunk}, {self.arrays[array].name}, elements {start} to "
                 f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
             )

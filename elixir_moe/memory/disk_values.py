@@ -1,7 +1,7 @@
 """Values on disk: one file for each rank, read ahead of the gathers.
 
 Owns the file, its checksums, and the buffers in host memory through which values reach the device. Frozen chunks have
-nothing else; of trainable chunks in the file, `WhollySpilled` is the rest. `runtime.scheduler` says when.
+nothing else; of trainable chunks in the file, `FullDiskShard` is the rest. `runtime.scheduler` says when.
 
     decided   `begin` takes a free buffer and starts to read, in requests on a few threads
     gathered  `Reading.values` waits for the last request; the gather copies the values to its block
@@ -24,7 +24,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.direct_file import paged_memory
-from elixir_moe.memory.disk import DiskFile, Spill, Spilled, bytes_of
+from elixir_moe.memory.disk import DiskFile, DiskShard, DiskStore, bytes_of
 from elixir_moe.memory.slabs import locked_zeros
 
 
@@ -34,7 +34,7 @@ class ValuesFile(DiskFile):
     def __init__(
         self, directory: str, sizes: Sequence[int], device: torch.device, *, rank: int = 0, checked: bool = False
     ) -> None:
-        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `Spill`."""
+        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `DiskStore`."""
         super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank, device=device)
         self.checked = checked
         self.buffer_bytes = values_buffer_bytes(sizes)
@@ -52,7 +52,7 @@ class ValuesFile(DiskFile):
         """Those that were given back last come last."""
         self._taken = 0
 
-    def take(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
+    def allocate(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
         """The place of the next chunk's values.
 
         Args:
@@ -228,15 +228,15 @@ class ValuesElements:
         return replace(self, start=self.start + start, stop=self.start + max(start, stop))
 
 
-class WhollySpilled(Spilled):
+class FullDiskShard(DiskShard):
     """The arrays of a chunk of which nothing stays in host memory: master, moments, and the gradient's sum as the last.
 
     An update reads them all, writes master and moments, and writes the values to their place. In its record the memory
     of the gradient, which is used up then, takes the values.
     """
 
-    def __init__(self, spill: Spill, numel: int, chunk: int, values: ValuesElements) -> None:
-        super().__init__(spill, *spill.reserve(numel), numel, chunk)
+    def __init__(self, store: DiskStore, numel: int, chunk: int, values: ValuesElements) -> None:
+        super().__init__(store, *store.reserve(numel), numel, chunk)
         self._values = values
         self.gradient = len(self.arrays) - 1
         """The number of the array that is the gradient's sum."""
@@ -246,7 +246,7 @@ class WhollySpilled(Spilled):
         super()._leave(index, record, lasting)
         (start, stop), itemsize = self._bounds(index), self._values.dtype.itemsize
         memory = spare[: paged_bytes((stop - start) * itemsize)]
-        memory[: (stop - start) * itemsize].view(self._values.dtype).copy_(self._shown(index, 0, lasting[0]))
+        memory[: (stop - start) * itemsize].view(self._values.dtype).copy_(self._elements(index, 0, lasting[0]))
         self._values.place.overwrite(start * itemsize, memory)
 
     def add_gradient(self, term: torch.Tensor, *, first: bool) -> float:
@@ -273,16 +273,16 @@ class WhollySpilled(Spilled):
 
     def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
         def one(index: int) -> float:
-            own = self._spill.record()
+            own = self._file.record()
             with own.lock, torch.no_grad():
                 size = self._paged(index, self.gradient)
                 content = own.memory[:size] if anew else self._load(self.gradient, index, own)
-                total = self._shown(index, self.gradient, content)
+                total = self._elements(index, self.gradient, content)
                 change(self._bounds(index)[0], total)
                 self._store(self.gradient, index, content)
                 return float(sum_of_squares(total, threads=1))
 
-        parts = [self._spill.threads.submit(one, index) for index in self._slices]
+        parts = [self._file.threads.submit(one, index) for index in self._slices]
         for part in parts:
             part.exception()  # until nobody reads the gradient any more
         return sum(part.result() for part in parts)

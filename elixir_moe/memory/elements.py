@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from elixir_moe.kernels import CODE_BLOCK, decode, encode
-from elixir_moe.memory.disk import Spilled
+from elixir_moe.memory.disk import DiskShard
 from elixir_moe.memory.gate import Gate
 
 
@@ -111,7 +111,7 @@ class Coded:
 class OnDisk:
     """Elements of an array on disk."""
 
-    spilled: Spilled
+    disk: DiskShard
     array: int
     start: int
     stop: int
@@ -120,17 +120,17 @@ class OnDisk:
     @property
     def dtype(self) -> torch.dtype:
         """As `Elements.dtype`."""
-        return self.spilled.arrays[self.array].dtype
+        return self.disk.arrays[self.array].dtype
 
     def read(self) -> torch.Tensor:
         """As `Elements.read`."""
         self.gate.wait_for_update()
-        return self.spilled.read(self.array, self.start, self.stop)
+        return self.disk.read(self.array, self.start, self.stop)
 
     def write(self, values: torch.Tensor) -> None:
         """As `Elements.write`."""
         self.gate.wait_for_update()
-        self.spilled.write(self.array, self.start, values.cpu())
+        self.disk.write(self.array, self.start, values.cpu())
 
     def __getitem__(self, part: slice) -> "OnDisk":
         start, stop, _ = part.indices(self.stop - self.start)

@@ -88,7 +88,7 @@ class Gate:
     # --------------------------------------------------------------------------------------------------- the additions
 
     def begin_adding(self, begin: "Callable[[Future[None] | None], Future[None]]") -> None:
-        """Calls `begin` with the last addition, if there is one, and keeps the addition that it begins behind it."""
+        """Calls `begin` with the last addition, if there is one, and keeps the addition that it begins after it."""
         self._adding = begin(self._adding)
 
     def finish_sum(self) -> None:

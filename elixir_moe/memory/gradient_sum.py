@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from elixir_moe.memory.disk_values import WhollySpilled
+from elixir_moe.memory.disk_values import FullDiskShard
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.host_sums import HostSums
 
-Told = Callable[[float], None]
+OnSquares = Callable[[float], None]
 """Called with the sum's squares, where an addition finds them; perhaps on another thread."""
 
 
@@ -23,11 +23,11 @@ class SumInMemory:
     on_disk = False
     """Whether an update gets the gradient along with master and moments."""
 
-    def __init__(self, total: torch.Tensor | None, gate: Gate, beside: HostSums | None) -> None:
+    def __init__(self, total: torch.Tensor | None, gate: Gate, host_sums: HostSums | None) -> None:
         self.total = total
         """The sum; None until `begin` if the chunk does not have it for good."""
         self._lasts = total is not None
-        self.beside = beside
+        self.host_sums = host_sums
         """Adds beside backward, if anybody does."""
         self._gate = gate
 
@@ -44,12 +44,12 @@ class SumInMemory:
             self.total = torch.empty_like(gradient, dtype=torch.float32)
         self.total.copy_(gradient)
 
-    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
         """Adds a gradient of any dtype and device, or, `first`, makes it the sum."""
         assert self.total is not None
-        if self.beside is not None:
-            begin = partial(self.beside.add, self.total, reduced, first=first)
-            self._gate.begin_adding(lambda behind: begin(behind=behind))
+        if self.host_sums is not None:
+            begin = partial(self.host_sums.add, self.total, reduced, first=first)
+            self._gate.begin_adding(lambda after: begin(after=after))
         else:
             (self.total.zero_() if first else self.total).add_(reduced.to(self.total.device))
 
@@ -70,8 +70,8 @@ class SumApart(SumInMemory):
     """A first gradient in 16 bits in memory of its own, where the values are the master and must stay; an fp32 sum in
     memory from the second gradient of a step on, which then takes all of them."""
 
-    def __init__(self, own: torch.Tensor, gate: Gate, beside: HostSums | None) -> None:
-        super().__init__(None, gate, beside)
+    def __init__(self, own: torch.Tensor, gate: Gate, host_sums: HostSums | None) -> None:
+        super().__init__(None, gate, host_sums)
         self.own = own
         """The gradient, as long as there is no sum."""
 
@@ -79,12 +79,12 @@ class SumApart(SumInMemory):
         """As `SumInMemory.place`: the memory of its own, until there is a sum."""
         return self.own if self.total is None else None
 
-    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
         """As `SumInMemory.add`."""
         if self.total is None:
             assert not first, "a first gradient has a place"
             self.begin(self.own)
-        super().add(reduced, first=first, told=told)
+        super().add(reduced, first=first, on_squares=on_squares)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """As `SumInMemory.read`."""
@@ -97,33 +97,33 @@ class SumOnDisk:
     on_disk = True
     total = None
 
-    def __init__(self, spilled: WhollySpilled, gate: Gate, beside: HostSums | None) -> None:
-        self._spilled = spilled
-        self.beside = beside
+    def __init__(self, disk: FullDiskShard, gate: Gate, host_sums: HostSums | None) -> None:
+        self._disk = disk
+        self.host_sums = host_sums
         self._gate = gate
 
     def place(self, values: torch.Tensor | None) -> None:
         """None: a first gradient goes to disk."""
 
-    def add(self, reduced: torch.Tensor, *, first: bool, told: Told) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
         """Adds a gradient of any dtype and device, or, `first`, makes it the sum. Raises DiskError."""
-        take = partial(self._take, first=first, told=told)
-        if self.beside is None:
-            take(reduced)
+        write = partial(self._write, first=first, on_squares=on_squares)
+        if self.host_sums is None:
+            write(reduced)
         else:
-            begin = partial(self.beside.take, reduced, take)
-            self._gate.begin_adding(lambda behind: begin(behind=behind))
+            begin = partial(self.host_sums.submit, reduced, write)
+            self._gate.begin_adding(lambda after: begin(after=after))
 
-    def _take(self, gradient: torch.Tensor, *, first: bool, told: Told) -> None:
-        """Writes a gradient or the new sum; on the thread of `beside`, if that takes it."""
-        told(self._spilled.add_gradient(gradient, first=first))
+    def _write(self, gradient: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
+        """Writes a gradient or the new sum; on the thread of `host_sums`, if that takes it."""
+        on_squares(self._disk.add_gradient(gradient, first=first))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A copy of elements of the sum. Blocks until they are complete. Raises DiskError."""
         self._gate.finish_sum()
-        return self._spilled.read(self._spilled.gradient, start, stop)
+        return self._disk.read(self._disk.gradient, start, stop)
 
     def change(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> float | None:
         """Calls `change`, which works in place, on parts of the sum; returns the squares of the result."""
         self._gate.finish_sum()
-        return self._spilled.change_gradient(ranges, change)
+        return self._disk.change_gradient(ranges, change)

@@ -18,7 +18,7 @@ from elixir_moe.kernels import helpers, host_threads, work_on
 from elixir_moe.memory.slabs import Slab
 
 
-def adds_beside(device: torch.device) -> bool:
+def adds_async(device: torch.device) -> bool:
     """Whether sums in host memory run beside backward on `device`; on a CPU they would take its cores."""
     return device.type == "cuda"
 
@@ -37,20 +37,20 @@ class HostSums:
         self._helpers = ThreadPoolExecutor(self._parts, "elixir-sum-part")
 
     def add(
-        self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, behind: "Future[None] | None"
+        self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, after: "Future[None] | None"
     ) -> "Future[None]":
         """Adds `reduced` to `total`; `first`: replaces what `total` holds.
 
-        Otherwise as `take`. Nobody may use `total` before the result is there.
+        Otherwise as `submit`. Nobody may use `total` before the result is there.
         """
-        return self.take(reduced, lambda gradient: self._add(total, gradient, first), behind=behind)
+        return self.submit(reduced, lambda gradient: self._add(total, gradient, first), after=after)
 
-    def take(
-        self, reduced: torch.Tensor, use: Callable[[torch.Tensor], None], *, behind: "Future[None] | None"
+    def submit(
+        self, reduced: torch.Tensor, use: Callable[[torch.Tensor], None], *, after: "Future[None] | None"
     ) -> "Future[None]":
         """Copies `reduced` to host memory and has the thread call `use` with the copy.
 
-        Waits only if all buffers are in use. The result raises the error of `behind`, the last result of the same sum,
+        Waits only if all buffers are in use. The result raises the error of `after`, the last result of the same sum,
         too.
         """
         if not self._buffers:
@@ -58,14 +58,14 @@ class HostSums:
             slabs = [
                 Slab(self._nbytes, torch.uint8, Tier.HOST, self._device, travels=cuda) for _ in range(SUMS_IN_FLIGHT)
             ]
-            self._buffers = [slab.take(self._nbytes) for slab in slabs]
+            self._buffers = [slab.allocate(self._nbytes) for slab in slabs]
         while len(self._running) >= SUMS_IN_FLIGHT:
             self._finish_oldest()
         buffer = self._buffers[self._given % SUMS_IN_FLIGHT][: reduced.nbytes].view(reduced.dtype)
         buffer.copy_(reduced, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)
         arrived.record(torch.cuda.current_stream(self._device))
-        adding = self._thread.submit(self._use, buffer, arrived, use, behind)
+        adding = self._thread.submit(self._use, buffer, arrived, use, after)
         self._running.append(adding)
         self._given += 1
         return adding
@@ -78,7 +78,7 @@ class HostSums:
     def finish(self) -> None:
         """Blocks until all that was given is added; raises the first error of an addition, and forgets the others."""
         if self._buffers:
-            self._thread.submit(int).result()  # behind additions, too, that an interrupt has kept from being noted
+            self._thread.submit(int).result()  # after additions, too, that an interrupt has kept from being noted
         ended, self._running = self._running, deque()
         for adding in ended:
             adding.result()
@@ -98,11 +98,11 @@ class HostSums:
         buffer: torch.Tensor,
         arrived: torch.cuda.Event,
         use: Callable[[torch.Tensor], None],
-        behind: "Future[None] | None",
+        after: "Future[None] | None",
     ) -> None:
         arrived.synchronize()
-        if behind is not None:
-            behind.result()  # it has ended: one thread adds
+        if after is not None:
+            after.result()  # it has ended: one thread adds
         use(buffer)
 
     def _add(self, total: torch.Tensor, buffer: torch.Tensor, first: bool) -> None:

@@ -27,7 +27,7 @@ from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.kernels import sum_of_squares
-from elixir_moe.memory.disk import Spilled
+from elixir_moe.memory.disk import DiskShard
 from elixir_moe.memory.elements import Elements, InMemory, OnDisk
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
@@ -85,7 +85,7 @@ class ShardState:
         total: SumInMemory | SumOnDisk | None = None,
         *,
         master: torch.Tensor | None = None,
-        disk: Spilled | None = None,
+        disk: DiskShard | None = None,
         whole: torch.Tensor | None = None,
     ) -> None:
         """The parts that the shard is put together from.
@@ -123,7 +123,7 @@ class ShardState:
     # ---------------------------------------------------------------------------------------------------------- weights
 
     @property
-    def shown(self) -> torch.Tensor:
+    def storage(self) -> torch.Tensor:
         """The memory of the values, which parameters of a chunk used in place are views of."""
         assert self._source.memory is not None, f"chunk {self.spec.index} has its values on disk"
         return self._source.memory
@@ -143,9 +143,9 @@ class ShardState:
         if self.contents is GRADIENT:
             self._move_to_sum()
         if self.contents in (STALE, STALE_SUM):
-            self.shown.copy_(self.weights().read())
+            self.storage.copy_(self.weights().read())
             self._become(VALUES if self.contents is STALE else SUM)
-        return self._source.take()
+        return self._source.read()
 
     def prefetch(self) -> bool:
         """Starts what `values` would wait for; returns False if it cannot start yet."""
@@ -221,7 +221,7 @@ class ShardState:
         assert self._sum is not None and self._sum.total is not None
         return self._sum.total
 
-    def take_place(self) -> torch.Tensor | None:
+    def place_for_gradient(self) -> torch.Tensor | None:
         """Memory for the sum of the next gradient, so that `add_gradient` copies nothing; None if it must be added.
 
         The content of the memory is lost, whether or not a gradient follows. Blocks until a running update has
@@ -276,17 +276,17 @@ class ShardState:
             self._move_to_sum()
         first = not self.has_gradient
 
-        def told(squares: float) -> None:
+        def note(squares: float) -> None:
             if not first or self.squares is None:
                 self.squares = squares
 
-        self._sum.add(reduced, first=first, told=told)
+        self._sum.add(reduced, first=first, on_squares=note)
         self._become(_ADDED[self.contents])
 
     def _move_to_sum(self) -> None:
         """Begins the sum with the gradient that is in the values' place."""
         assert isinstance(self._sum, SumInMemory)
-        self._sum.begin(self.shown)
+        self._sum.begin(self.storage)
         self._become(STALE_SUM)
 
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -296,7 +296,7 @@ class ShardState:
         """
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
         if self.contents is GRADIENT:
-            return self.shown[start:stop]
+            return self.storage[start:stop]
         assert self._sum is not None
         return self._sum.read(start, self.spec.shard_numel if stop is None else stop)
 
@@ -317,7 +317,7 @@ class ShardState:
         """Calls `change`, which works in place and element by element, on the gradient of parts of parameters."""
         if self.contents is GRADIENT:
             for start, stop in ranges:
-                change(self.shown[start:stop])
+                change(self.storage[start:stop])
             self.squares = None
         else:
             assert self._sum is not None
@@ -355,7 +355,7 @@ class ShardState:
         """
         if self._disk is not None:
             return self._disk.change(work)
-        work(0, [self.shown if self.master is None else self.master, *moments])
+        work(0, [self.storage if self.master is None else self.master, *moments])
         return ()
 
     def begin_update(self, update: "Future[Sequence[Future[None]]]") -> None:
@@ -371,7 +371,7 @@ class ShardState:
         self._gate.leave_sum()
         self._become(VALUES)
 
-    def update_beside(self, update: "Future[Sequence[Future[None]]]") -> None:
+    def update_async(self, update: "Future[Sequence[Future[None]]]") -> None:
         """Registers an update that ends later, with the tasks it starts, and counts the shard as updated.
 
         Until they end, the update still reads the gradient, which may lie in the values' place. Only the gate keeps

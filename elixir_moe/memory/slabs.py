@@ -89,7 +89,7 @@ class Slab:
         """Elements that can still be taken."""
         return self._memory.numel() - self._taken
 
-    def take(self, numel: int) -> torch.Tensor:
+    def allocate(self, numel: int) -> torch.Tensor:
         """The next `numel` elements, zeros."""
         piece = self._memory[self._taken : self._taken + numel]
         assert piece.numel() == numel, "slab handed out beyond its size"

@@ -27,7 +27,7 @@ class ValuesInMemory:
         self._gate = gate
 
     def prepare(self) -> bool:
-        """Starts what `take` would wait for; returns False if that cannot start yet."""
+        """Starts what `read` would wait for; returns False if that cannot start yet."""
         return True
 
     @property
@@ -40,7 +40,7 @@ class ValuesInMemory:
         """Whether a gather may wait. It depends on the calls so far and on no time: it is the same on all ranks."""
         return self._gate.has_update
 
-    def take(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         """The values to copy to a block."""
         return self.memory
 
@@ -84,7 +84,7 @@ class ValuesOnDisk:
         """Whether the values are in a buffer."""
         return (reading := self._place.reading) is not None and reading.done
 
-    def take(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         """The values to copy to a block. Blocks until they are read. Raises DiskError."""
         reading = self._place.begin()
         assert reading is not None, "gathers take buffers in their order"

@@ -421,7 +421,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         work = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
         update = partial(in_span, "update", chunk.label, work)
         if self._update_thread is not None and shard.tier is not Tier.DEVICE:
-            shard.update_beside(self._update_thread.submit(update))
+            shard.update_async(self._update_thread.submit(update))
         else:
             update()
             shard.updated()

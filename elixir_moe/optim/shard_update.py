@@ -105,8 +105,8 @@ class AdamUpdate:
         home = chunk.shard
         home.finish_sum()
         compute = home.values_shard
-        fused = home.tier is Tier.DEVICE and fuses(home.shown.device) and not chunk.spec.key.precision.is_narrow
-        divisor = self._divisor(scale, home.shown.device) if fused else None
+        fused = home.tier is Tier.DEVICE and fuses(home.storage.device) and not chunk.spec.key.precision.is_narrow
+        divisor = self._divisor(scale, home.storage.device) if fused else None
 
         def run(start: int, stop: int, group: int, steps: int, rounding: Rounding | None = None) -> _Run:
             chosen = (options or self._groups)[group]
@@ -125,7 +125,7 @@ class AdamUpdate:
                 "threads": host_threads(chunk.device) if not home.on_disk else 1,
             }
             if fused:
-                settings |= {"count": self._count(steps + 1, home.shown.device), "divisor": divisor}
+                settings |= {"count": self._count(steps + 1, home.storage.device), "divisor": divisor}
             gradient = None if home.gradient_comes_along else home.gradient(start, stop)
             return _Run(start=start, stop=stop, gradient=gradient, settings=settings, rounding=rounding)
 
@@ -191,7 +191,7 @@ def _arrays(chunk: Chunk) -> tuple[StateArray, ...]:
 
 def _zeros(chunk: Chunk, array: StateArray) -> torch.Tensor:
     """Zeros for an array of a chunk; in host memory touched first by the threads that touched the weights."""
-    numel, device = array.numel(chunk.spec.shard_numel), chunk.shard.shown.device
+    numel, device = array.numel(chunk.spec.shard_numel), chunk.shard.storage.device
     if device.type == "cpu":
         return host_zeros(numel, array.dtype, host_threads(chunk.device), shown=False)
     return torch.zeros(numel, dtype=array.dtype, device=device)

@@ -51,7 +51,7 @@ class Gathers:
         self.cache = cache
         self.gathered: list[int] = []
         """Chunks whose shards were gathered since the last backward."""
-        self.shown_at: dict[int, Weights] = {}
+        self.weights_at: dict[int, Weights] = {}
         """The gathered weights at each memory address."""
         self.free_a_block: Callable[[], bool] = lambda: False
         """Called where weights find no block: frees one that gradients have beyond what was foreseen, if any does."""
@@ -259,7 +259,7 @@ class Gathers:
             if weights.chunk.spec.residence is not ATTACHED:
                 self._writes.refuse_old_views(weights)
             weights.attach()
-        self.shown_at[weights.buffer.data_ptr()] = weights
+        self.weights_at[weights.buffer.data_ptr()] = weights
         weights.move(GATHERED)
         self._writes.watch(weights)
 
@@ -271,7 +271,7 @@ class Gathers:
             self._wait_for(weights)
         self._writes.keep(weights)
         assert weights.buffer is not None and weights.block is not None
-        self.shown_at.pop(weights.buffer.data_ptr(), None)
+        self.weights_at.pop(weights.buffer.data_ptr(), None)
         weights.move(SHARDED)
         with unrecorded():
             self._detach(weights)
@@ -353,7 +353,7 @@ class Gathers:
         """Drops all gathered weights, and forgets the round; to be called when no gather is under way."""
         for weights in self._weights:
             self._reset(weights)
-        self.shown_at.clear()
+        self.weights_at.clear()
         self.cache.restart()
         self._record.clear()
 

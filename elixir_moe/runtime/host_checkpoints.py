@@ -70,10 +70,10 @@ class _Region:
     number: int
     before: "_Region | None"
     """The region that ran before it, in the same forward."""
-    inputs: list["weakref.ref[Away]"] = field(default_factory=list)
+    inputs: list["weakref.ref[OffloadedTensor]"] = field(default_factory=list)
 
 
-class Away:
+class OffloadedTensor:
     """A tensor in host memory, at the start of a buffer. The last reference to it frees the buffer."""
 
     def __init__(self, region: _Region, tensor: torch.Tensor, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
@@ -107,9 +107,9 @@ class HostCheckpoints:
         """Bytes of the buffers, which are used again in each step: at most the most at once, of the largest size."""
         self._most, self._device, self._streams = most, device, streams
         self._free: list[torch.Tensor] = []
-        self._leaving: dict[Away, _OnDevice] = {}
+        self._leaving: dict[OffloadedTensor, _OnDevice] = {}
         """Inputs of the last region, until the next one begins."""
-        self._coming: dict[Away, _OnDevice] = {}
+        self._coming: dict[OffloadedTensor, _OnDevice] = {}
         self._asks: _Region | None = None
         """The region that asked for an input last."""
         weakref.finalize(self, streams.end_keeping).atexit = False  # copies may still use the buffers, which die now
@@ -119,9 +119,9 @@ class HostCheckpoints:
         """Counts from the start: what follows belongs to another forward."""
         self._count = 0
         self._last: _Region | None = None
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Away]]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[OffloadedTensor]]] = {}
 
-    def take(self, tensor: torch.Tensor) -> Away | None:
+    def offload(self, tensor: torch.Tensor) -> OffloadedTensor | None:
         """Starts to copy the input of a region; None if it stays on the device. Raises TierError."""
         seen, known = self._known.get(id(tensor), (None, None))
         if seen is not None and known is not None and seen() is tensor:  # another region has the same input
@@ -135,26 +135,26 @@ class HostCheckpoints:
                 return None
             self._count += 1
             self._last = _Region(number, self._last)
-        away = Away(self._last, tensor, self._buffer(tensor.nbytes), self._free)
+        away = OffloadedTensor(self._last, tensor, self._buffer(tensor.nbytes), self._free)
         self._known[id(tensor)] = weakref.ref(tensor), weakref.ref(away)
         with self._streams.keeping():
             away.values.copy_(tensor.detach(), non_blocking=True)
             self._leaving[away] = _OnDevice(tensor.detach(), self._streams.marked(Work()))
         return away
 
-    def bring_back(self, away: Away) -> torch.Tensor:
+    def fetch(self, away: OffloadedTensor) -> torch.Tensor:
         """The tensor, on the device. Starts to bring the region's other inputs, and those of the region before."""
         if away.region is not self._asks:
             self._asks = away.region
             self._arrive(kept=away.region)
             for region in (away.region, away.region.before):
                 for other in region.inputs if region is not None else ():
-                    self._fetch(other())
+                    self._begin_fetch(other())
         if away in self._leaving:
             found = self._leaving[away].tensor
             away.written = None if found._version == away.version else found._version
             return found
-        self._fetch(away)
+        self._begin_fetch(away)
         coming = self._coming.pop(away)
         self._streams.finish_keeping(coming.tensor, coming.copied)
         return coming.tensor
@@ -173,7 +173,7 @@ class HostCheckpoints:
             if on_device.tensor._version != away.version:
                 away.written = on_device.tensor._version
 
-    def _fetch(self, away: Away | None) -> None:
+    def _begin_fetch(self, away: OffloadedTensor | None) -> None:
         """Starts to bring a tensor, unless it is on the device."""
         if away is None or away in self._leaving or away in self._coming:
             return
@@ -203,4 +203,4 @@ class HostCheckpoints:
         check_fits(nbytes, host_bytes_left(), "an activation checkpoint", relief=_RELIEF)
         slab = Slab(nbytes, torch.uint8, Tier.HOST, self._device, travels=self._device.type == "cuda")
         self.nbytes += nbytes
-        return slab.take(nbytes)
+        return slab.allocate(nbytes)

@@ -256,7 +256,7 @@ class Reductions:
             return communicator.all_reduce(sent, add, staging, of=chunk.label)
         counts[chunk.group, "reduce_scatter"] += nbytes
         near = chunk.shard.tier is Tier.DEVICE or sent.device.type == "cpu"
-        place = chunk.shard.take_place() if near and communicator.over_gloo else None
+        place = chunk.shard.place_for_gradient() if near and communicator.over_gloo else None
         if communicator.needs_staging(place):
             staging = self._staging_for(chunk, sent.dtype)
         return communicator.reduce_scatter(sent, staging, add, place, tag=spec.index, of=chunk.label)

@@ -21,7 +21,7 @@ from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
 from elixir_moe.parallel.read_again import refuse_written
 from elixir_moe.runtime.chunk import Placeholder
-from elixir_moe.runtime.host_checkpoints import Away, HostCheckpoints, kept_by_region
+from elixir_moe.runtime.host_checkpoints import HostCheckpoints, OffloadedTensor, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.weights import Weights
 from elixir_moe.torch_private import DisableTorchFunctionSubclass, running_node, top_saved_tensors_hooks
@@ -107,7 +107,7 @@ class SavedTensors:
         strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
         address = tensor.untyped_storage().data_ptr() if strided else _address_of(tensor)
         if address is not None:
-            weights = self._scheduler.gathers.shown_at.get(address)
+            weights = self._scheduler.gathers.weights_at.get(address)
             if weights is not None and weights.buffer is not None and weights.buffer.data_ptr() == address:
                 return Packed(weights, tensor, self.updates)
             if address in self._placeholder.addresses:
@@ -116,7 +116,7 @@ class SavedTensors:
                     f"which it has not read and which is not gathered: read it in forward, or call its module"
                 )
         if self._checkpoints is not None and kept_by_region(tensor):
-            away = self._checkpoints.take(tensor)
+            away = self._checkpoints.offload(tensor)
             if away is not None:
                 return away
         # A saved output would keep its own graph alive, in a cycle that the garbage collector cannot see.
@@ -132,9 +132,9 @@ class SavedTensors:
             if tensor._version != version:
                 refuse_written(tensor._version, version, tensor.shape)
             return tensor
-        if isinstance(packed, Away):
+        if isinstance(packed, OffloadedTensor):
             assert self._checkpoints is not None
-            tensor = self._checkpoints.bring_back(packed)
+            tensor = self._checkpoints.fetch(packed)
             if packed.written is not None:
                 refuse_written(packed.written, packed.version, packed.size)
             return tensor

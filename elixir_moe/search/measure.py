@@ -52,7 +52,7 @@ from elixir_moe.kernels import (
 )
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
-from elixir_moe.memory.disk import Spill, disk_bytes_left
+from elixir_moe.memory.disk import DiskStore, disk_bytes_left
 from elixir_moe.memory.slabs import host_bytes_left, is_one_memory
 from elixir_moe.models.config import GPTConfig
 from elixir_moe.models.gpt import GPT, lm_loss
@@ -583,7 +583,7 @@ def _disk_rates(directory: str, nbytes: int = _DISK_BYTES) -> tuple[float, float
     """
     step = spill_slice_numel() * 4
     nbytes = max(1, nbytes // step) * step
-    spill = Spill(directory, [(nbytes // 4, (GRADIENT,))], rank=dist.get_rank())
+    spill = DiskStore(directory, [(nbytes // 4, (GRADIENT,))], rank=dist.get_rank())
 
     def move(offset: int, write: bool) -> None:
         own = spill.record()

@@ -24,7 +24,7 @@ from elixir_moe.chunks.step_order import StepEvent
 from elixir_moe.distributed.all_ranks import made_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
-from elixir_moe.memory.host_sums import adds_beside
+from elixir_moe.memory.host_sums import adds_async
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.runtime.model_spec import ModelSpec, describe
 from elixir_moe.runtime.units import find_parts, registered_forward
@@ -88,7 +88,7 @@ def decide(
 ) -> Decided:
     """Describes the model and settles its plan; `made` undoes what is made. Collective; raises as `wrap`."""
     moments, over_gloo = moments_of(optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
-    beside, prediction, communicators = adds_beside(device), None, {}
+    beside, prediction, communicators = adds_async(device), None, {}
     events: Sequence[StepEvent]
     if isinstance(plan, Plan):
         parts = find_parts(model)

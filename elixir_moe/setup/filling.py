@@ -19,7 +19,7 @@ from elixir_moe.chunks.plan import Plan, Tier, reads_disk
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ConfigError, ElixirError, TierError
-from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk import DiskStore
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, bytes_of
@@ -254,7 +254,7 @@ def _moved(name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tenso
 
 def open_files(
     plan: Plan, layout: Layout, moments: int, device: torch.device
-) -> tuple[Spill | None, ValuesFile | None]:
+) -> tuple[DiskStore | None, ValuesFile | None]:
     """Creates the files for masters and moments, and for values on disk; None without such chunks.
 
     Raises TierError on all ranks if one fails.
@@ -270,13 +270,13 @@ def open_files(
         return None, None
     assert plan.disk is not None, "checked with the other arguments"
     directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
-    spill: Spill | None = None
+    spill: DiskStore | None = None
     values: ValuesFile | None = None
 
     def make() -> None:
         nonlocal spill, values
         if shards:
-            spill = Spill(directory, shards, rank=rank, checked=checked)
+            spill = DiskStore(directory, shards, rank=rank, checked=checked)
         if sizes:
             values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
 

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from elixir_moe import kernels
 from elixir_moe.memory import blocks
-from elixir_moe.memory.disk import DiskFile, Spill
+from elixir_moe.memory.disk import DiskFile, DiskStore
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.gate import Gate
 from elixir_moe.runtime.hooks import Hooks
@@ -555,7 +555,7 @@ class Machine:
         set_to(torch.cuda, "stream", self.on_stream)
         set_to(torch.cuda, "current_stream", lambda device=None: self.stream)
         set_to(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
-        set_to(import_module("elixir_moe.setup.deciding"), "adds_beside", lambda device: True)
+        set_to(import_module("elixir_moe.setup.deciding"), "adds_async", lambda device: True)
         set_to(torch.Tensor, "record_stream", lambda tensor, stream: self.span_of(tensor).lent.append(stream.lane))
         for name in _COLLECTIVES:
             if hasattr(dist, name):
@@ -759,18 +759,18 @@ class Machine:
         set_to(  # it asks where the weights are, and here all memory is a CPU's
             import_module("elixir_moe.optim.shard_update"),
             "_zeros",
-            lambda chunk, array: chunk.shard.shown.new_zeros(array.numel(chunk.spec.shard_numel), dtype=array.dtype),
+            lambda chunk, array: chunk.shard.storage.new_zeros(array.numel(chunk.spec.shard_numel), dtype=array.dtype),
         )
         for room in ("optim.optimizer", "optim.early", "moe.dispatch", "moe.experts"):
             set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
-        move, make, make_values = DiskFile.move, Spill.__init__, ValuesFile.__init__
+        move, make, make_values = DiskFile.move, DiskStore.__init__, ValuesFile.__init__
 
         def made(spill: Any, *args: Any, **kwargs: Any) -> None:
-            (make if isinstance(spill, Spill) else make_values)(spill, *args, **kwargs)
+            (make if isinstance(spill, DiskStore) else make_values)(spill, *args, **kwargs)
             self.place_on_host(spill._memory)
-            if isinstance(spill, Spill):
+            if isinstance(spill, DiskStore):
                 spill.records = [replace(record, lock=_Lock(self)) for record in spill.records]
             spill.file_start = _FILE + (id(spill) << 40)
             if isinstance(spill, ValuesFile):
@@ -785,7 +785,7 @@ class Machine:
             self.memory.use(lane, start, start + memory.nbytes, writes=write, what=f"a file {verb}")
             move(spill, offset, memory, write=write)
 
-        set_to(Spill, "__init__", made)
+        set_to(DiskStore, "__init__", made)
         set_to(ValuesFile, "__init__", made)
         set_to(DiskFile, "move", moved)
 

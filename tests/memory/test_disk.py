@@ -19,7 +19,7 @@ import elixir_moe as em
 from elixir_moe.chunks.ledger import PAGE_BYTES
 from elixir_moe.chunks.param_spec import Precision, StateArray
 from elixir_moe.memory import direct_file
-from elixir_moe.memory.disk import Spill
+from elixir_moe.memory.disk import DiskStore
 from tests.support.cases import with_further
 from tests.support.ranks import RankPool
 
@@ -43,13 +43,13 @@ def short_slices() -> Iterator[None]:
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "cached"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path, short_slices: None) -> Iterator[Callable[..., Spill]]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path, short_slices: None) -> Iterator[Callable[..., DiskStore]]:
     """Makes files, around the system's cache or not."""
-    files: list[Spill] = []
+    files: list[DiskStore] = []
 
-    def make(numels: list[int] = NUMELS, **options: Any) -> Spill:
+    def make(numels: list[int] = NUMELS, **options: Any) -> DiskStore:
         with mock.patch.object(os, "O_DIRECT", os.O_DIRECT if request.param else 0):
-            files.append(Spill(str(tmp_path), shards(numels), **options))
+            files.append(DiskStore(str(tmp_path), shards(numels), **options))
         return files[-1]
 
     yield make
@@ -61,9 +61,9 @@ def noise(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def test_arrays_of_all_chunks_keep_apart(opened: Callable[..., Spill]) -> None:
+def test_arrays_of_all_chunks_keep_apart(opened: Callable[..., DiskStore]) -> None:
     spill = opened(checked=True)
-    places = [spill.take(numel, 0) for numel in NUMELS]
+    places = [spill.allocate(numel, 0) for numel in NUMELS]
     assert sum(place.nbytes for place in places) == spill.nbytes
     wanted = {(p, a): noise(NUMELS[p], 10 * p + a) for p in range(len(places)) for a in range(3)}
     for (p, a), values in wanted.items():
@@ -78,9 +78,9 @@ def test_arrays_of_all_chunks_keep_apart(opened: Callable[..., Spill]) -> None:
     assert torch.equal(places[0].read(1, 0, NUMELS[0]), wanted[0, 1])
 
 
-def test_a_change_meets_every_element_once(opened: Callable[..., Spill]) -> None:
+def test_a_change_meets_every_element_once(opened: Callable[..., DiskStore]) -> None:
     spill = opened(checked=True)
-    places = [spill.take(numel, 0) for numel in NUMELS]
+    places = [spill.allocate(numel, 0) for numel in NUMELS]
     for place, numel in zip(places, NUMELS, strict=True):
         place.write(0, 0, noise(numel, numel))
 
@@ -99,8 +99,8 @@ def test_a_change_meets_every_element_once(opened: Callable[..., Spill]) -> None
 def test_arrays_have_dtypes_and_lengths_of_their_own(tmp_path: Path, short_slices: None) -> None:
     """Chunks with wide and narrow state lie in one file; a change gets the blocks of its slice."""
     given = [(NUMELS[0], NARROW), (NUMELS[0], WIDE)]
-    spill = Spill(str(tmp_path), given, checked=True)
-    narrow, wide = (spill.take(NUMELS[0], chunk) for chunk in range(2))
+    spill = DiskStore(str(tmp_path), given, checked=True)
+    narrow, wide = (spill.allocate(NUMELS[0], chunk) for chunk in range(2))
     assert spill.nbytes == narrow.nbytes + wide.nbytes
     pages = [2 + 1 + 1 + 1 + 1, 3 * 4]  # of a whole slice; the last slice has a page for each array
     assert [narrow.nbytes, wide.nbytes] == [PAGE_BYTES * (3 * pages[0] + 5), PAGE_BYTES * (3 * pages[1] + 3)]
@@ -125,25 +125,25 @@ def test_arrays_have_dtypes_and_lengths_of_their_own(tmp_path: Path, short_slice
     spill.close()
 
 
-def test_slices_are_changed_side_by_side(opened: Callable[..., Spill]) -> None:
+def test_slices_are_changed_side_by_side(opened: Callable[..., DiskStore]) -> None:
     """While one is computed, others are read and written: here each waits until three are under way."""
-    place = opened([4 * SLICE]).take(4 * SLICE, 0)
+    place = opened([4 * SLICE]).allocate(4 * SLICE, 0)
     together = threading.Barrier(3, timeout=60)
     for change in place.change(lambda start, _: start < 3 * SLICE and together.wait() and None):
         change.result()
 
 
 @pytest.mark.fault(34, 35)
-def test_the_file_has_no_name(opened: Callable[..., Spill], tmp_path: Path) -> None:
-    opened().take(NUMELS[0], 7).write(0, 0, noise(NUMELS[0], 1))
+def test_the_file_has_no_name(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+    opened().allocate(NUMELS[0], 7).write(0, 0, noise(NUMELS[0], 1))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.fault(9)
-def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Spill]) -> None:
+def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., DiskStore]) -> None:
     for checked in (True, False):
         spill = opened(checked=checked, rank=3)
-        place = spill.take(NUMELS[0], 7)
+        place = spill.allocate(NUMELS[0], 7)
         place.write(0, 0, noise(NUMELS[0], 1))
         with open(f"/proc/self/fd/{spill._file.fileno()}", "r+b") as behind:
             behind.seek(4 * (3 * SLICE + 11))  # behind a slice of three arrays: in the second slice of the first array
@@ -165,16 +165,16 @@ def test_a_full_disk_shows_before_training(tmp_path: Path) -> None:
         mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),
         pytest.raises(em.TierError, match=r"^disk of .*: [\d.]+ [KM]iB .* GiB are left: No space left .*fewer chunks"),
     ):
-        Spill(str(tmp_path), shards())
+        DiskStore(str(tmp_path), shards())
     with pytest.raises(em.TierError, match=r"'/nowhere/at/all': No such file"):
-        Spill("/nowhere/at/all", shards())
+        DiskStore("/nowhere/at/all", shards())
     with pytest.raises(em.TierError, match=r"No space left|File too large"):
-        Spill(str(tmp_path), shards([1 << 50]))
+        DiskStore(str(tmp_path), shards([1 << 50]))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fails_is_told(opened: Callable[..., Spill]) -> None:
-    place = opened().take(NUMELS[0], 7)
+def test_a_disk_that_fails_is_told(opened: Callable[..., DiskStore]) -> None:
+    place = opened().allocate(NUMELS[0], 7)
     broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     reading = mock.patch.object(direct_file.os, "preadv", broken)
     writing = mock.patch.object(direct_file.os, "pwritev", broken)

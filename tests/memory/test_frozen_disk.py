@@ -49,7 +49,7 @@ def noise(nbytes: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("checked", [True, False])
 def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[..., ValuesFile]) -> None:
     file = opened(checked=checked)
-    places = [file.take(nbytes, index) for index, nbytes in enumerate(SIZES)]
+    places = [file.allocate(nbytes, index) for index, nbytes in enumerate(SIZES)]
     assert sum(place.nbytes for place in places) == file.nbytes
     wanted = [noise(nbytes, index) for index, nbytes in enumerate(SIZES)]
     for place, values in zip(places, wanted, strict=True):
@@ -69,7 +69,7 @@ def test_what_is_read_is_what_was_written_last(checked: bool, opened: Callable[.
 
 def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., ValuesFile]) -> None:
     file = opened()
-    *places, last = (file.take(1, index) for index in range(VALUES_BUFFERS + 1))
+    *places, last = (file.allocate(1, index) for index in range(VALUES_BUFFERS + 1))
     readings = [place.begin() for place in places]
     assert None not in readings and places[0].begin() is readings[0]
     assert last.begin() is None
@@ -84,7 +84,7 @@ def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., Valu
 def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., ValuesFile]) -> None:
     for checked in (True, False):
         file = opened(checked=checked)
-        place = file.take(SIZES[0], 7)
+        place = file.allocate(SIZES[0], 7)
         place.write(0, noise(SIZES[0], 0))
         page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
         file.move(REQUEST, page, write=True)

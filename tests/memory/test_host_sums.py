@@ -53,7 +53,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSums]:
 def add_beside(shard: ShardState, sums: HostSums) -> None:
     """From now on the shard's gradients are added beside backward."""
     assert shard._sum is not None
-    shard._sum.beside = sums
+    shard._sum.host_sums = sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,10 +84,10 @@ def test_only_a_full_ring_blocks(sums: HostSums, monkeypatch: pytest.MonkeyPatch
     Copy.ended.clear()
     total = torch.zeros(NUMEL)
     for micro in range(SUMS_IN_FLIGHT):
-        sums.add(total, torch.ones(NUMEL), first=micro == 0, behind=None)
+        sums.add(total, torch.ones(NUMEL), first=micro == 0, after=None)
     assert not full and not total.any()
     assert sums.nbytes == SUMS_IN_FLIGHT * 4 * NUMEL
-    sums.add(total, torch.ones(NUMEL), first=False, behind=None)
+    sums.add(total, torch.ones(NUMEL), first=False, after=None)
     assert full
     sums.finish()
     assert (total == SUMS_IN_FLIGHT + 1).all()
@@ -116,7 +116,7 @@ def test_whoever_uses_a_sum_waits(dtype: torch.dtype, use: str) -> None:
     shard, awaited = shard_of(dtype), Awaited()
     for seed in range(2):
         shard.add_gradient(gradient(dtype, seed))
-    shard._gate.begin_adding(lambda behind: awaited)
+    shard._gate.begin_adding(lambda after: awaited)
     getattr(shard, use)()
     assert awaited.asked
 
@@ -129,7 +129,7 @@ def test_values_keep_their_place_and_wait_for_no_sum(sums: HostSums) -> None:
     shard.updated()
     Copy.ended.clear()
     shard.add_gradient(gradient(torch.bfloat16, 2))
-    assert shard.values() is shard.shown and not shard.gradient_moves
+    assert shard.values() is shard.storage and not shard.gradient_moves
     adding = shard._gate._adding
     assert adding is not None and not adding.done()
 

@@ -68,7 +68,7 @@ def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
     shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     master, under_way = shard.master, Future[Sequence[Future[None]]]()
-    shard.update_beside(under_way)
+    shard.update_async(under_way)
     kept = shard.weights()[3:5]
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(kept.read)
@@ -77,19 +77,19 @@ def test_what_is_kept_is_had_at_once_and_read_behind_the_update() -> None:
         under_way.set_result(())
         assert reading.result().tolist() == [2.0, 2.0]
     assert shard._gate.has_update
-    assert shard.values() is shard.shown and not shard._gate.has_update
+    assert shard.values() is shard.storage and not shard._gate.has_update
 
 
 def test_bf16_sends_its_compute_shard_and_the_gradient_takes_its_place() -> None:
     shard = shard_of(torch.bfloat16)
     assert shard.master is not None
     assert shard.contents is Contents.VALUES
-    assert shard.values() is shard.shown
+    assert shard.values() is shard.storage
     assert not shard.has_gradient
     shard.add_gradient(gradient(torch.bfloat16, 1))
     assert shard.contents is Contents.GRADIENT
     assert shard.has_gradient
-    assert shard.gradient().data_ptr() == shard.shown.data_ptr(), "no memory of its own"
+    assert shard.gradient().data_ptr() == shard.storage.data_ptr(), "no memory of its own"
     assert torch.equal(shard.gradient(), gradient(torch.bfloat16, 1))
     update(shard)
     assert shard.contents is Contents.VALUES
@@ -170,7 +170,7 @@ def test_fp32_sends_the_master_and_sums_in_place() -> None:
 def test_a_frozen_chunk_has_nothing_but_its_values(dtype: torch.dtype) -> None:
     shard = shard_of(dtype, trainable=False)
     assert shard.master is None and shard._sum is None
-    assert shard.values() is shard.shown
+    assert shard.values() is shard.storage
     assert torch.equal(shard.values(), torch.linspace(-1, 1, NUMEL).to(dtype))
     assert not shard.has_gradient
 
@@ -201,9 +201,9 @@ def test_any_order_of_calls_keeps_weights_and_gradients(dtype: torch.dtype, call
     for seed, call in enumerate(calls):
         new = gradient(dtype, seed)
         if call == "place":
-            shard.take_place()  # and no gradient comes
+            shard.place_for_gradient()  # and no gradient comes
         elif call.startswith("add"):
-            place = shard.take_place() if call == "add in place" else None
+            place = shard.place_for_gradient() if call == "add in place" else None
             shard.add_gradient(new if place is None else place.copy_(new))
             added.append(new)
         elif call == "values":
@@ -277,9 +277,9 @@ def test_shards_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None
 
 def test_a_slab_is_not_handed_out_twice() -> None:
     slab = Slab(8, torch.float32, Tier.DEVICE, CPU)
-    slab.take(5)
+    slab.allocate(5)
     with pytest.raises(AssertionError, match="beyond its size"):
-        slab.take(4)
+        slab.allocate(4)
 
 
 @pytest.mark.fault(18)
@@ -578,7 +578,7 @@ def test_the_pages_of_a_host_slab_are_touched_by_all_threads_that_there_are(monk
     monkeypatch.setattr("elixir_moe.memory.slabs.host_threads", lambda device: 3 if device.type == "cuda" else 1)
     slab = Slab(10, torch.float32, Tier.HOST, torch.device("cuda"))
     assert sorted(touched) == [2, 4, 4]
-    assert torch.equal(slab.take(10), torch.zeros(10))
+    assert torch.equal(slab.allocate(10), torch.zeros(10))
 
 
 class Locking:
@@ -606,7 +606,7 @@ def test_page_locked_memory_is_no_part_of_forked_processes(locking: Locking, tmp
     """What parameters on a CPU show they have, and may read: fork copies that when it is written."""
     gpu = Slab(3 << 18, torch.float32, Tier.HOST, torch.device("cuda"), travels=True)
     slabs = [gpu, Slab(3 << 18, torch.float32, Tier.HOST, CPU)]
-    taken = [slab.take(3 << 18).fill_(7.0) for slab in slabs]
+    taken = [slab.allocate(3 << 18).fill_(7.0) for slab in slabs]
     places = [tensor.data_ptr() + (1 << 20) for tensor in taken]
     gc.disable()  # the child of a process with threads must not run what is left of torch's objects
     process = os.fork()

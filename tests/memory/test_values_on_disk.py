@@ -19,8 +19,8 @@ from elixir_moe.chunks.ledger import GRADIENT, PAGE_BYTES, SUMS_IN_FLIGHT, VALUE
 from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.memory.disk import DiskFile, Spill
-from elixir_moe.memory.disk_values import ValuesElements, ValuesFile, ValuesPlace, WhollySpilled
+from elixir_moe.memory.disk import DiskFile, DiskStore
+from elixir_moe.memory.disk_values import FullDiskShard, ValuesElements, ValuesFile, ValuesPlace
 from tests.chunks.test_plan import tiny_layout
 from tests.support.cases import with_further
 from tests.support.parity import trained
@@ -37,19 +37,19 @@ def noise(numel: int, seed: int) -> Tensor:
 
 
 @pytest.fixture(params=[BF16, FP32], ids=["bf16", "fp32"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., list[WhollySpilled]]]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., list[FullDiskShard]]]:
     """Makes the two files of a rank, with slices so short that a chunk has several."""
     files: list[DiskFile] = []
 
-    def make(**options: Any) -> list[WhollySpilled]:
-        spill = Spill(str(tmp_path), [(n, (*Precision().arrays(2), GRADIENT)) for n in NUMELS], **options)
+    def make(**options: Any) -> list[FullDiskShard]:
+        spill = DiskStore(str(tmp_path), [(n, (*Precision().arrays(2), GRADIENT)) for n in NUMELS], **options)
         sizes = [numel * request.param.itemsize for numel in NUMELS]
         values = ValuesFile(str(tmp_path), sizes, torch.device("cpu"), **options)
         files.extend((spill, values))
         slice_bytes = spill.slice_numel * request.param.itemsize
-        places = [values.take(nbytes, chunk, slice_bytes) for chunk, nbytes in enumerate(sizes)]
+        places = [values.allocate(nbytes, chunk, slice_bytes) for chunk, nbytes in enumerate(sizes)]
         return [
-            WhollySpilled(spill, numel, chunk, ValuesElements(place, request.param, 0, numel))
+            FullDiskShard(spill, numel, chunk, ValuesElements(place, request.param, 0, numel))
             for chunk, (numel, place) in enumerate(zip(NUMELS, places, strict=True))
         ]
 
@@ -59,7 +59,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         file.close()
 
 
-def read_ahead(spilled: WhollySpilled) -> Tensor:
+def read_ahead(spilled: FullDiskShard) -> Tensor:
     """The values, as a gather gets them."""
     place = spilled._values.place
     reading = place.begin()
@@ -71,7 +71,7 @@ def read_ahead(spilled: WhollySpilled) -> Tensor:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_change_reads_the_gradient_and_writes_the_values(
-    checked: bool, opened: Callable[..., list[WhollySpilled]]
+    checked: bool, opened: Callable[..., list[FullDiskShard]]
 ) -> None:
     chunks = opened(checked=checked)
     terms = [[noise(numel, 10 * numel + i).to(BF16) for i in range(3)] for numel in NUMELS]
@@ -107,13 +107,13 @@ def test_a_change_reads_the_gradient_and_writes_the_values(
 
 
 @pytest.mark.fault(9)
-def test_a_flipped_bit_of_a_gradient_or_a_value_is_noticed(opened: Callable[..., list[WhollySpilled]]) -> None:
+def test_a_flipped_bit_of_a_gradient_or_a_value_is_noticed(opened: Callable[..., list[FullDiskShard]]) -> None:
     spilled = opened(checked=True)[0]
     spilled.add_gradient(noise(NUMELS[0], 1), first=True)
     for part in spilled.change(lambda *_: None):
         part.result()
     page = torch.full((PAGE_BYTES // 4,), 3.0)
-    spilled._spill.move(spilled._place(1, spilled.gradient), page, write=True)
+    spilled._file.move(spilled._place(1, spilled.gradient), page, write=True)
     with pytest.raises(em.DiskError, match=f"chunk 0, gradient, elements {SLICE} to {2 * SLICE} of its shard"):
         spilled.add_gradient(noise(NUMELS[0], 2), first=False)
     place = spilled._values.place
@@ -300,8 +300,8 @@ def failing(folder: str, what: str) -> tuple[str, list[float]]:
     """(rank) What a disk that fails in the second step says, and the losses of a training without and with that."""
     losses, said, move = [], "", DiskFile.move
     kinds: dict[str, Callable[[DiskFile, bool], bool]] = {
-        "gradient": lambda file, write: isinstance(file, Spill) and write,
-        "sum": lambda file, write: isinstance(file, Spill) and not write,
+        "gradient": lambda file, write: isinstance(file, DiskStore) and write,
+        "sum": lambda file, write: isinstance(file, DiskStore) and not write,
         "values": lambda file, write: isinstance(file, ValuesFile) and not write,
     }
     for fails in (False, True):

@@ -304,7 +304,7 @@ def test_helper_threads_and_their_teams_are_no_more_than_there_are_threads(
     cleared: list[int] = []
     zero_ = torch.Tensor.zero_
     monkeypatch.setattr(torch.Tensor, "zero_", lambda part: (cleared.append(part.numel()), zero_(part))[1])
-    assert torch.equal(Slab(12, torch.float32, Tier.HOST, torch.device("cuda")).take(12), torch.zeros(12))
+    assert torch.equal(Slab(12, torch.float32, Tier.HOST, torch.device("cuda")).allocate(12), torch.zeros(12))
     assert cleared == [4, 4, 4]
 
 
@@ -349,7 +349,7 @@ def test_forked_processes_have_no_state_that_updates_would_copy() -> None:
     )
     optimizer.close()
     slab = Slab(8, torch.float32, Tier.HOST, torch.device("cuda"))
-    assert not is_forked(slab.take(8)) and is_forked(host_zeros(8, torch.float32, 1))
+    assert not is_forked(slab.allocate(8)) and is_forked(host_zeros(8, torch.float32, 1))
 
 
 class Copied(TorchDispatchMode):

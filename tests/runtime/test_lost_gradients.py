@@ -157,8 +157,8 @@ def test_no_gradient_is_added_beside_a_running_update(dtype: torch.dtype) -> Non
     shard = shard_of(dtype)
     update: Future[Any] = Future()
     update.set_exception(em.TierError("the update was waited for"))
-    shard.update_beside(update)
-    for add in (shard.take_place, lambda: shard.add_gradient(torch.ones(NUMEL))):
+    shard.update_async(update)
+    for add in (shard.place_for_gradient, lambda: shard.add_gradient(torch.ones(NUMEL))):
         with pytest.raises(em.TierError, match="was waited for"):
             add()
 

@@ -320,7 +320,7 @@ def _abandoning(drafts: list[Draft], also: Callable[[], object] = lambda: None) 
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
     """A context for the thread to copy from the GPU on a stream of its own, ordered behind all work issued so far."""
-    there = (c.shard.shown for c in wrapped.scheduler.chunks if c.shard.tier is Tier.DEVICE)
+    there = (c.shard.storage for c in wrapped.scheduler.chunks if c.shard.tier is Tier.DEVICE)
     device = next((shown.device for shown in there if shown.is_cuda), None)
     if device is None:
         return nullcontext()
