@@ -36,11 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The programs' tests: the commands, training and fine-tuning, the papers' tables, and what the documents show.
-PROGRAMS := tests/cli tests/faults tests/finetune tests/museum tests/train tests/test_documents.py tests/test_log.py \
-	tests/test_page.py tests/search/test_command.py tests/search/test_fine_tuning.py tests/search/test_largest.py \
-	tests/search/test_paper_baselines.py tests/search/test_paper_blog.py tests/search/test_paper_htms.py \
-	tests/search/test_paper_v1.py tests/search/test_quick.py tests/search/test_will_it_fit.py \
-	tests/search/test_zero_infinity.py
+PROGRAMS := tests/tools tests/benchmarks tests/faults tests/museum tests/test_documents.py tests/test_log.py tests/test_page.py
 
 # The library's, and the rules on all files.
 test: setup
@@ -76,7 +72,7 @@ endif
 # own: make test-megatron PYTHON=python3.12. It imports triton, which no torch for CPUs brings; so the kernels in Triton
 # are tested there, too.
 MEGATRON := 0.19.2
-MEGATRON_TESTS := tests/parallel tests/chunks tests/search/test_megatron.py tests/state/test_checkpoint_megatron.py \
+MEGATRON_TESTS := tests/parallel tests/chunks tests/planner/test_megatron.py tests/state/test_checkpoint_megatron.py \
 	tests/test_triton_kernels.py
 OTHER_MEGATRON = VENV=.venv-megatron-$(MEGATRON) CONSTRAINTS=build/constraints-megatron-$(MEGATRON).txt ALSO=triton
 test-megatron:

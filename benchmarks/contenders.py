@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elixir_moe as em
 from benchmarks.workload import Workload, fresh_model
-from elixir_moe.models.gpt import gpt_patterns, lm_loss
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_tools.models.gpt import gpt_patterns, lm_loss
 
 LEARNING_RATE = 3e-4
 

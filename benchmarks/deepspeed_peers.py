@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import Contender, fused_adamw
 from benchmarks.workload import BUCKET_NUMEL, Workload, fresh_model
-from elixir_moe.models.gpt import Block
 from elixir_moe.moe.experts import MLP, GroupedExperts
 from elixir_moe.moe.layer import MoE
+from elixir_tools.models.gpt import Block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ import elixir_moe as em
 from benchmarks.contenders import Contender, ours
 from benchmarks.workload import SEED, Workload
 from elixir_moe.chunks.cache_policy import Verb
-from elixir_moe.models.gpt import lm_loss
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_tools.models.gpt import lm_loss
 
 FIRST_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """Relative, in fp32 and in bf16. Weights and arithmetic are equal to the bit, but for a matmul on memory that is

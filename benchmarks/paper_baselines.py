@@ -1,7 +1,7 @@
 """The baselines of Elixir v2, Table 8, beside what the planner says of them: part of ``make paper-table``.
 
 Prints for each row whether a baseline fits and its throughput, measured and predicted, then Elixir's speedup over the
-fastest baseline, as the paper defines it. Baselines are plans of `search/strategies` on this library's chunks, and what
+fastest baseline, as the paper defines it. Baselines are plans of `fit/strategies` on this library's chunks, and what
 they do otherwise is in `Peer`. ``--fit`` finds the two constants of DeepSpeed's host anew. Megatron on several GPUs is
 not modelled: it cuts the vocabulary too, which this library's GPT does not.
 
@@ -17,10 +17,11 @@ from functools import cache
 
 from benchmarks.paper_table import MACHINE, TABLE, of_row, task_of
 from elixir_moe.chunks.ledger import Footprint
-from elixir_moe.search import cost, strategies
-from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Profile
-from elixir_moe.search.solve import Choice, Task, price
+from elixir_moe.planner import cost
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.solve import Choice, Task, price
+from elixir_tools.fit import strategies
 
 PROCESS_BYTES = 16 * 10**9
 """Host memory of a DeepSpeed process beside the states. ZeRO-3's rows in which 20b fits on two GPUs and does not on

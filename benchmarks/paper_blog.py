@@ -1,16 +1,16 @@
 """What "LLM finetuning: memory requirements" (Birch, 2023) says in its text: part of ``make paper-table``.
 
 DeepSpeed's bytes a parameter beside those of the planner's ZeRO-1, and the totals of the conclusion beside
-`search/estimate`. The blog's measurements of plain PyTorch are in tests/search/test_command.py.
+`fit/estimate`. The blog's measurements of plain PyTorch are in tests/tools/fit/test_command.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.paper_table import MACHINE, task_of
-from elixir_moe.search import strategies
-from elixir_moe.search.estimate import BLOG_MODELS, PlainStrategy
-from elixir_moe.search.hardware import Hardware
+from elixir_moe.planner.hardware import Hardware
+from elixir_tools.fit import strategies
+from elixir_tools.fit.estimate import BLOG_MODELS, PlainStrategy
 
 MODEL = "opt-6.7b"
 """Ours. The blog gives DeepSpeed's bytes for no model of its own."""

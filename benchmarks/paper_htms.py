@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.cli.tasks import pretended_ranks
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import Block, Meshes
-from elixir_moe.search.trace import trace
+from elixir_moe.planner.trace import trace
+from elixir_tools.fit.tasks import pretended_ranks
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import Block, Meshes
 
 GPUS = 8
 TOKENS = 512

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.cli.tasks import pretended_ranks
-from elixir_moe.models.presets import named_model
-from elixir_moe.models.shapes import is_mixture
-from elixir_moe.search import cost
-from elixir_moe.search.hardware import Fitted, Hardware
-from elixir_moe.search.profile import Profile
-from elixir_moe.search.solve import Choice, Task, solve
-from elixir_moe.search.trace import trace
+from elixir_moe.planner import cost
+from elixir_moe.planner.hardware import Fitted, Hardware
+from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.solve import Choice, Task, solve
+from elixir_moe.planner.trace import trace
+from elixir_tools.fit.tasks import pretended_ranks
+from elixir_tools.models.presets import named_model
+from elixir_tools.models.shapes import is_mixture
 
 TABLE = Path(__file__).with_name("elixir_v2_table8_a100_80g.csv")
 MACHINE = "a100-80g-pcie-x4"

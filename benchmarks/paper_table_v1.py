@@ -19,10 +19,11 @@ from benchmarks.paper_baselines import PEERS
 from benchmarks.paper_table import MACHINE, task_of
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.errors import PlanError
-from elixir_moe.models.shapes import is_mixture
-from elixir_moe.search import cost, strategies
-from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.solve import Choice, Task, price, solve
+from elixir_moe.planner import cost
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.solve import Choice, Task, price, solve
+from elixir_tools.fit import strategies
+from elixir_tools.models.shapes import is_mixture
 
 RESULTS = Path(__file__).with_name("elixir_v1.json")
 LIMIT_BYTES = 40 * 10**9

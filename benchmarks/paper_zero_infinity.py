@@ -1,11 +1,11 @@
 """What ZeRO-Infinity prints of its results, beside this library's figures: part of ``make paper-table``.
 
-Table 4 and what the text of sections 7.2 to 7.6 says in figures that can be computed, by `search/zero_infinity`.
+Table 4 and what the text of sections 7.2 to 7.6 says in figures that can be computed, by `fit/zero_infinity`.
 """
 
 from collections.abc import Iterator, Sequence
 
-from elixir_moe.search import zero_infinity
+from elixir_tools.fit import zero_infinity
 
 
 def compared(table: str) -> Iterator[tuple[str, float, float]]:

@@ -10,7 +10,7 @@ import elixir_moe as em
 from benchmarks import deepspeed_peers, megatron_peers
 from benchmarks.contenders import Build, ddp, dense_of_same_size, fsdp, fsdp_zero2, ours, plain
 from benchmarks.workload import Workload
-from elixir_moe.models.config import gpt_config
+from elixir_tools.models.config import gpt_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

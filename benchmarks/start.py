@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from benchmarks.memory import status_mib
-from elixir_moe.models import GPT, GPTConfig
+from elixir_tools.models.gpt import GPT, GPTConfig
 
 _MIB = 1 << 20
 _ALL = 1 << 20

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT
 
 SEED = 20240607
 BUCKET_NUMEL = 4_000_000

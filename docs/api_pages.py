@@ -19,7 +19,7 @@ PAGES = {
     "memory": ("Less memory", "tile quantize dequantize linear_cross_entropy"),
     "patterns": (
         "Patterns and mixtures",
-        "init_mesh expert_mesh annotate Pattern MoE group_experts spread_experts megatron models",
+        "init_mesh expert_mesh annotate Pattern MoE group_experts spread_experts megatron",
     ),
     "state": ("Save and load", "save load latest Saving full_state_dict save_pretrained"),
     "inspect": ("Look", "inspect Inspection Footprint Statistics"),

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from elixir_moe.chunks.plan import size_text
 from elixir_moe.page import document, model
 from elixir_moe.page.document import Bar
-from elixir_moe.report import figures
-from elixir_moe.report.figures import FONT, WIDTH, Span, light
+from elixir_tools.report import figures
+from elixir_tools.report.figures import FONT, WIDTH, Span, light
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "pictures"
@@ -58,7 +58,7 @@ def _wrapped() -> Iterable[tuple[str, dict[str, Any], dict[str, int]]]:
     import torch
 
     import elixir_moe as em
-    from elixir_moe.models import GPT, GPTConfig, lm_loss
+    from elixir_tools.models.gpt import GPT, GPTConfig, lm_loss
 
     with tempfile.TemporaryDirectory() as folder:
         for name, plan in (
@@ -265,10 +265,10 @@ def plan() -> dict[str, Any]:
 
     import speed_of_light  # beside this file
 
-    from elixir_moe.cli.tasks import model_of, task_of
     from elixir_moe.inspect import planned_bytes
-    from elixir_moe.search import cost
-    from elixir_moe.search.solve import solve
+    from elixir_moe.planner import cost
+    from elixir_moe.planner.solve import solve
+    from elixir_tools.fit.tasks import model_of, task_of
 
     machine = speed_of_light.Machine(name="", gpu="rtx-4090", ram="256 GiB")
     batch, seq, backwards = 4, speed_of_light.SEQ, 8

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import speed_of_light as exact
 
 from elixir_moe.chunks.param_spec import Precision
-from elixir_moe.cli.figures import Figures
-from elixir_moe.cli.tasks import DTYPES, machine_task, model_of
-from elixir_moe.search.quick import USUAL_ERROR, Step, quick, step_of
+from elixir_tools.fit.figures import Figures
+from elixir_tools.fit.quick import USUAL_ERROR, Step, quick, step_of
+from elixir_tools.fit.tasks import DTYPES, machine_task, model_of
 
 _GIBI = 2**30
 

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from elixir_moe.chunks.plan import size_bytes, size_text
-from elixir_moe.cli.arguments import add_plan
-from elixir_moe.cli.tasks import model_of, reserve_of, task_of
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.search import cost, gpus
-from elixir_moe.search.hardware import Hardware
-from elixir_moe.search.profile import Profile
-from elixir_moe.search.solve import Choice, Packings, Task, solve
-from elixir_moe.search.tile_size import tile_bytes
-from elixir_moe.setup.tiling import tile
+from elixir_moe.planner import cost
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.solve import Choice, Packings, Task, solve
+from elixir_moe.planner.tile_size import tile_bytes
+from elixir_moe.wrapping.tiling import tile
+from elixir_tools.cli.arguments import add_plan
+from elixir_tools.fit import gpus
+from elixir_tools.fit.tasks import model_of, reserve_of, task_of
 
 DOCS = Path(__file__).parent
 KEPT = DOCS / "speed_of_light.json"

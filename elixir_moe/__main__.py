@@ -2,7 +2,7 @@
 
 import sys
 
-from elixir_moe.cli.main import main
+from elixir_tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

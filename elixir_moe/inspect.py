@@ -22,7 +22,7 @@ from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
 
 if TYPE_CHECKING:
-    from elixir_moe.search.prediction import Prediction
+    from elixir_moe.planner.prediction import Prediction
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST_NAMES = 6

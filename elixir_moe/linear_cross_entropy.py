@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.dataless import cut, has_data, pieces
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.parallel.read_again import LinearReadAgain
+from elixir_moe.parallel.meta_tensors import cut, has_data, pieces
+from elixir_moe.parallel.regather import LinearReadAgain
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.quantized.modules import QuantizedLinear
 from elixir_moe.quantized.packed import Packed, packed_in

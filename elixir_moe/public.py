@@ -3,7 +3,6 @@
 Owns the list. `elixir_moe` imports this file at the first use of a name.
 """
 
-from elixir_moe import models
 from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
@@ -18,9 +17,10 @@ from elixir_moe.errors import (
     TierError,
     UsageError,
 )
+from elixir_moe.hf.fused_experts import group_experts
+from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.inspect import Inspection, inspect
 from elixir_moe.linear_cross_entropy import linear_cross_entropy
-from elixir_moe.moe.fused import group_experts
 from elixir_moe.moe.layer import MoE
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
@@ -28,16 +28,15 @@ from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import annotate
 from elixir_moe.quantized.convert import dequantize, quantize
-from elixir_moe.runtime.access import unsharded
-from elixir_moe.setup.drawing import sharded_init
-from elixir_moe.setup.spreading import spread_experts
-from elixir_moe.setup.tiling import tile
+from elixir_moe.runtime.param_access import unsharded
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import Saving, save
 from elixir_moe.state.checkpoint.storage import latest
 from elixir_moe.state.full import full_state_dict
-from elixir_moe.state.save_pretrained import save_pretrained
 from elixir_moe.wrap import wrap
+from elixir_moe.wrapping.deferred_init import sharded_init
+from elixir_moe.wrapping.expert_parallel import spread_experts
+from elixir_moe.wrapping.tiling import tile
 
 __all__ = [
     "AutoPlan",
@@ -70,7 +69,6 @@ __all__ = [
     "linear_cross_entropy",
     "load",
     "megatron",
-    "models",
     "quantize",
     "save",
     "save_pretrained",

@@ -23,18 +23,20 @@ from elixir_moe.distributed.collectives import build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.distributed.watchdog import watch
 from elixir_moe.errors import TierError
+from elixir_moe.hf.fused_experts import adapt_beside, restore_classes
+from elixir_moe.hf.import_quantized import take_over
+from elixir_moe.hf.pretrained import Pretrained
+from elixir_moe.hf.save_pretrained import refuse_merges
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.build import build_shards
-from elixir_moe.memory.exhausted import is_out_of_memory
 from elixir_moe.memory.host_sums import HostSums
+from elixir_moe.memory.out_of_memory import is_out_of_memory
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation
-from elixir_moe.moe.fused import adapt_beside, restore_classes
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import prepare_process, start
 from elixir_moe.parallel.rules import annotate_dtensors
-from elixir_moe.quantized.taken_over import take_over
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
@@ -42,8 +44,10 @@ from elixir_moe.runtime.reduction_order import Agreement, Peers, alone
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units
-from elixir_moe.setup.agreement import check_alike, check_device_memory, check_host_memory
-from elixir_moe.setup.checks import (
+from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
+from elixir_moe.state.wrapped import Wrapped
+from elixir_moe.wrapping.agreement import check_alike, check_device_memory, check_host_memory
+from elixir_moe.wrapping.checks import (
     check_adapted_bytes,
     check_arguments,
     check_data,
@@ -52,14 +56,10 @@ from elixir_moe.setup.checks import (
     check_precision,
     warn_of_one_memory,
 )
-from elixir_moe.setup.deciding import close_all, decide, tile_for
-from elixir_moe.setup.drawing import plain_on_meta
-from elixir_moe.setup.filling import Passage, build_chunks, open_files, settle_buffers
-from elixir_moe.setup.one_home import one_home
-from elixir_moe.state.full import groups_needed, refuse_plain_state_dicts
-from elixir_moe.state.pretrained import Pretrained
-from elixir_moe.state.save_pretrained import refuse_merges
-from elixir_moe.state.wrapped import Wrapped
+from elixir_moe.wrapping.deferred_init import plain_on_meta
+from elixir_moe.wrapping.materialize import Passage, build_chunks, open_files, settle_buffers
+from elixir_moe.wrapping.resolve_plan import close_all, decide, tile_for
+from elixir_moe.wrapping.shared_frozen import one_home
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import elixir_moe as em
-from elixir_moe.train.data import batch_at, python_help_text, rows_of
+from elixir_tools.train.data import batch_at, python_help_text, rows_of
 
 mesh = em.init_mesh()
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import elixir_moe as em
-from elixir_moe.train.data import batch_at, python_help_text, rows_of
+from elixir_tools.train.data import batch_at, python_help_text, rows_of
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--disk", metavar="FOLDER", help="of a disk for the frozen base")

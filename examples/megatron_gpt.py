@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import elixir_moe as em
-from elixir_moe.train.data import VOCABULARY, batch_at, python_help_text, rows_of
+from elixir_tools.train.data import VOCABULARY, batch_at, python_help_text, rows_of
 
 SEED, STEPS, ROWS, SEQ = 0, 10, 8, 64
 

@@ -5,7 +5,7 @@ from pydoc_data.topics import topics  # Python's own help, as a text to learn
 import torch
 
 import elixir_moe as em
-from elixir_moe.models import GPT, GPTConfig, lm_loss
+from elixir_tools.models.gpt import GPT, GPTConfig, lm_loss
 
 mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Moe
 from trl import SFTConfig, SFTTrainer
 
 import elixir_moe as em
-from elixir_moe.integrations.transformers import ElixirMixin
-from elixir_moe.train.data import python_help_text
+from elixir_moe.hf.trainer import ElixirMixin
+from elixir_tools.train.data import python_help_text
 
 
 class Trainer(ElixirMixin, SFTTrainer):

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from elixir_moe.models.known import find
+from elixir_tools.models.known import find
 
 HERE = Path(__file__).parent
 RECIPES = sorted(HERE.glob("*.yaml"))

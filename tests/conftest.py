@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.kernels import spare_tiles
-from elixir_moe.train import waiting
+from elixir_tools.train import waiting
 from tests.support.ranks import RankPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C

@@ -25,10 +25,11 @@ from elixir_moe import _native, kernels
 package = pathlib.Path(elixir_moe.__file__).parent
 assert package.is_relative_to(sys.prefix), f"{package} is not of this environment"
 assert kernels.cpu_features() == _native.cpu_features()
-needed = ["py.typed", "_native.pyi", "search/gpus.json", "search/papers/zero_infinity.json"]
-missing = [name for name in needed if not (package / name).is_file()]
-shapes = len(list(package.glob("models/configs/*/*.json")))
-assert not missing and shapes == 21 and list(package.glob("search/machines/*.json")), f"not in the wheel: {missing}"
+tools = package.parent / "elixir_tools"
+needed = [package / "py.typed", package / "_native.pyi", tools / "fit/gpus.json"]
+missing = [str(path) for path in needed if not path.is_file()]
+shapes = len(list(tools.glob("models/configs/*/*.json")))
+assert not missing and shapes == 21 and list(package.glob("planner/machines/*.json")), f"not in the wheel: {missing}"
 surplus = [name for name in ("tests", "benchmarks", "docs") if (package.parent / name).exists()]
 assert not surplus, f"the wheel brings {surplus}"
 print(f"{package}, kernels: {kernels.cpu_features()}")

@@ -16,9 +16,9 @@ import torch
 import transformers
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
-from elixir_moe.cli.tasks import model_of, task_of
-from elixir_moe.search.solve import solve
+from elixir_moe.planner.solve import solve
+from elixir_tools.cli.main import main
+from elixir_tools.fit.tasks import model_of, task_of
 from tests.support.documents import anchors, links, made_pages
 from tests.support.hf_cases import forget_accelerate
 from tests.support.rules import assert_none, place
@@ -67,7 +67,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_no_file_names_a_page_that_is_gone() -> None:
-    folders = ("elixir_moe", "tests", "benchmarks", "examples", "packaging", "csrc")
+    folders = ("elixir_moe", "elixir_tools", "tests", "benchmarks", "examples", "packaging", "csrc")
     files = [
         file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp", ".hpp")
     ]
@@ -83,7 +83,7 @@ def test_no_file_names_a_page_that_is_gone() -> None:
 
 def _said() -> Iterator[str]:
     """Every text of the library's code; what is filled in is one NUL."""
-    for file in sorted((ROOT / "elixir_moe").rglob("*.py")):
+    for file in sorted([*(ROOT / "elixir_moe").rglob("*.py"), *(ROOT / "elixir_tools").rglob("*.py")]):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
+from elixir_tools.cli.main import main
 
 
 def test_a_wrapped_model_says_what_it_is_made_of_and_what_it_has_moved() -> None:

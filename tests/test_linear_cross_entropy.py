@@ -18,10 +18,10 @@ import elixir_moe as em
 from elixir_moe.errors import ConfigError
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.torch_private import TorchDispatchMode, tree_leaves
-from tests.setup.test_tiling import mine
 from tests.support.cases import with_further
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, trained
 from tests.support.ranks import RankPool
+from tests.wrapping.test_tiling import mine
 
 Ranks = Callable[[int], RankPool]
 D, V = 16, 75

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
+from elixir_tools.cli.main import main
 
 
 def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,7 +25,7 @@ def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
         optimizer.close()
     dist.destroy_process_group()
     said = {(record.name, record.getMessage().split(":")[0].split(" of ")[0]) for record in caplog.records}
-    assert ("elixir_moe.setup.deciding", "the plan") in said and ("elixir_moe.setup.deciding", "home tiers") in said
+    assert {("elixir_moe.wrapping.resolve_plan", text) for text in ("the plan", "home tiers")} <= said
     learned = "the rCache follows a schedule learned in the last step"
     assert ("elixir_moe.runtime.gathers", learned) in said
     assert all(record.levelno == logging.DEBUG for record in caplog.records)
@@ -35,12 +35,12 @@ def test_verbose_alone_shows_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def account(_directory: Path) -> None:
-        logging.getLogger("elixir_moe.report.history").debug("looked")
+        logging.getLogger("elixir_tools.report.history").debug("looked")
         raise em.ConfigError("enough")
 
-    monkeypatch.setattr("elixir_moe.report.history.account", account)
+    monkeypatch.setattr("elixir_tools.report.history.account", account)
     for options, shown in (([], False), (["-v"], True), (["--verbose"], True), ([], False)):
         assert main(["report", str(tmp_path), *options]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and ("elixir_moe.report.history: looked" in err) == shown
+        assert out == "" and ("elixir_tools.report.history: looked" in err) == shown
     assert not logging.getLogger("elixir_moe").handlers

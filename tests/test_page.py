@@ -16,9 +16,9 @@ from PIL import Image
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
 from elixir_moe.page import model
-from elixir_moe.report import figures, history
+from elixir_tools.cli.main import main
+from elixir_tools.report import figures, history
 
 STEPS = 40
 PLANNED = {"device": {"rcache": 3 << 20, "shards": 1 << 20}, "host": {"shards": 12 << 20}, "disk": {"shards": 0}}

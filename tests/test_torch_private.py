@@ -23,7 +23,7 @@ from tests.support.rules import assert_none
 
 PACKAGE = Path(__file__).parent.parent / "elixir_moe"
 HOME = PACKAGE / "torch_private.py"
-OTHERS = sorted(set(PACKAGE.rglob("*.py")) - {HOME})
+OTHERS = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "elixir_tools").rglob("*.py")} - {HOME})
 TREE = ast.parse(HOME.read_text())
 ATTRIBUTES = torch_private.ATTRIBUTES
 IN_PLACE = {path.split(".")[1] for path in ATTRIBUTES}

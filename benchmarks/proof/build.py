@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks.proof.steps import tell
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("elixir_moe", "elixir_tools")
 _LOOK = """
 import importlib.util, json, os, sys, torch
 from elixir_moe.kernels import cpu_features
@@ -84,9 +85,14 @@ def _digest(wheels: Path) -> str:
     """Of all that the library is made from, and of the Python."""
     files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", *(ROOT / "csrc").iterdir(), *wheels.glob("*.whl")]
     found = hashlib.sha256(sys.version.encode())
-    for path in sorted([*files, *(ROOT / "elixir_moe").rglob("*.py")]):
+    for path in sorted([*files, *_sources()]):
         found.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+def _sources() -> list[Path]:
+    """The Python files of the library and its programs."""
+    return [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
 
 
 def _install(site: Path, wheels: Path) -> str:
@@ -101,7 +107,8 @@ def _install(site: Path, wheels: Path) -> str:
     if any(_pip(site, str(wheel)) for wheel in mine):
         return "from a wheel of this tree"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    shutil.rmtree(site / "elixir_moe", ignore_errors=True)
+    for package in PACKAGES:
+        shutil.rmtree(site / package, ignore_errors=True)
     described = site / f"elixir_moe-{version}.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: elixir-moe\nVersion: {version}\n")
@@ -115,7 +122,7 @@ def _pip(site: Path, *what: str) -> bool:
 
 def _is_of_this_tree(wheel: Path) -> bool:
     """Whether its Python files are those of this tree."""
-    here = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in (ROOT / "elixir_moe").rglob("*.py")}
+    here = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in _sources()}
     with zipfile.ZipFile(wheel) as archive:
         there = {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
     return here == there

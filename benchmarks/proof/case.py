@@ -31,7 +31,7 @@ from benchmarks.proof.steps import tell
 from benchmarks.proof.trace import record, summary
 from benchmarks.workload import SEED
 from elixir_moe.memory.slabs import host_bytes_left
-from elixir_moe.search.trace import trace as traced
+from elixir_moe.planner.trace import trace as traced
 
 GIB = 1 << 30
 WARM_STEPS, STEPS = 2, 3

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workload import SEED
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, lm_loss
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, lm_loss
 
 RANK_OF_ADAPTERS = 16
 

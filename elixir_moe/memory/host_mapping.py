@@ -1,6 +1,6 @@
 """Memory that several processes of a host map: one copy for all of them, and no name by which it could be left behind.
 
-Owns a memfd and its mapping. Knows no ranks and no process group (`setup.one_home` does).
+Owns a memfd and its mapping. Knows no ranks and no process group (`wrapping.shared_frozen` does).
 
 The file has no name anywhere: it dies with the last process that maps it, however that ends. Another process of the
 same user opens it through the maker's ``/proc/PID/fd``. Its first bytes hold a token until everybody has it open: in

@@ -20,7 +20,7 @@ from elixir_moe.chunks.plan import Tier, size_bytes, size_text
 from elixir_moe.errors import TierError
 from elixir_moe.kernels import helpers, host_threads
 from elixir_moe.memory.direct_file import paged_memory
-from elixir_moe.memory.exhausted import is_out_of_memory
+from elixir_moe.memory.out_of_memory import is_out_of_memory
 from elixir_moe.torch_private import sparse_parts
 
 LOCKED_BYTES = 64 << 30

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.distributed.async_copy import begin_to_host
 from elixir_moe.distributed.collectives import next_exchange
-from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.distributed.waits import Turn, Wait
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.router import Choices
-from elixir_moe.parallel.dataless import even_counts, has_data
+from elixir_moe.parallel.meta_tensors import even_counts, has_data
 
 _EXCHANGE = "an exchange of tokens with the experts"
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from elixir_moe.distributed.to_host import begin_to_host
-from elixir_moe.parallel.dataless import even_counts, has_data, pieces
+from elixir_moe.distributed.async_copy import begin_to_host
 from elixir_moe.parallel.linear import TensorRanks, linear
-from elixir_moe.parallel.read_again import ReadAgain, saves_none
+from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
+from elixir_moe.parallel.regather import ReadAgain, saves_none
 from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
 
 

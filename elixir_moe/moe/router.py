@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from elixir_moe.distributed.collectives import gather_into
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.meta_tensors import has_data
 from elixir_moe.torch_private import softmax_backward
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elixir_moe.distributed.to_host import begin_to_host
+from elixir_moe.distributed.async_copy import begin_to_host
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece

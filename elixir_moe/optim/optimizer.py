@@ -19,22 +19,22 @@ import torch
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
+from elixir_moe.distributed.async_copy import begin_to_host
 from elixir_moe.distributed.collectives import Communicator
-from elixir_moe.distributed.to_host import begin_to_host
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.accepted import MODES, changes
-from elixir_moe.optim.decision import Chosen, Facts, StepDecision
+from elixir_moe.optim.agreement import Chosen, Facts, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces, update_for
 from elixir_moe.optim.state import LastStep, OptimizerState
 from elixir_moe.parallel.megatron import Routers
-from elixir_moe.runtime.access import refuse_copy
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
+from elixir_moe.runtime.param_access import refuse_copy
 from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.spans import in_span

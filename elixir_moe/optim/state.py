@@ -17,7 +17,7 @@ from torch import nn
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import ElixirError
 from elixir_moe.memory.elements import Elements
-from elixir_moe.optim.decision import Options, StepDecision
+from elixir_moe.optim.agreement import Options, StepDecision
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks

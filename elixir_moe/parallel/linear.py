@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.waits import Wait
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.meta_tensors import has_data
 from elixir_moe.parallel.pattern import Pattern
 
 

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.distributed.collectives import connect
-from elixir_moe.distributed.ending import keep_exit_codes
+from elixir_moe.distributed.exit_handling import keep_exit_codes
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.kernels import spare_tiles
 from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole

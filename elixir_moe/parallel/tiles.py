@@ -1,7 +1,7 @@
 """Parameters that are tiles of a larger one: consecutive rows of it, each tile a parameter of its own.
 
-Owns the record of a tile and its names. `setup.tiling` makes tiles; `state` saves and loads them as the parameter they
-are part of.
+Owns the record of a tile and its names. `wrapping.tiling` makes tiles; `state` saves and loads them as the parameter
+that they are part of.
 """
 
 import re

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError, UsageError, meant
-from elixir_moe.moe.fused import adapt_beside, is_spread
+from elixir_moe.hf.fused_experts import adapt_beside, is_spread
+from elixir_moe.hf.peft import adapters_of_layers
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.parallel.encoder_layers import call_linear_layers
 from elixir_moe.parallel.rules import attach, pattern_of
+from elixir_moe.parallel.te_fastpath import call_linear_layers
 from elixir_moe.parallel.tiles import mark as mark_tile
 from elixir_moe.parallel.tiles import tile_of
-from elixir_moe.peft_models import adapters_of_layers
 from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import (

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from elixir_moe.errors import ConfigError, nothing_called
 from elixir_moe.names import SchemeName
-from elixir_moe.parallel.dataless import has_data
+from elixir_moe.parallel.meta_tensors import has_data
 from elixir_moe.quantized import decoders
 from elixir_moe.quantized.decoders import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
 from elixir_moe.torch_private import DisableTorchFunction

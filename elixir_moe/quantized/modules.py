@@ -11,10 +11,10 @@ hooks, its other parameters and its place in the model.
 from torch import Tensor, nn
 
 from elixir_moe.errors import UsageError
+from elixir_moe.hf.fused_experts import STACKS, FusedExperts, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.experts import Groups
-from elixir_moe.moe.fused import STACKS, FusedExperts, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.joined_class import joined, plain_class
-from elixir_moe.parallel.read_again import LinearReadAgain, saves_none
+from elixir_moe.parallel.regather import LinearReadAgain, saves_none
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.errors import UsageError
-from elixir_moe.parallel.dataless import has_data
-from elixir_moe.parallel.read_again import ReadAgain
+from elixir_moe.parallel.meta_tensors import has_data
+from elixir_moe.parallel.regather import ReadAgain
 from elixir_moe.quantized.packed import Packed
 
 

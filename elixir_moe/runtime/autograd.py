@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elixir_moe.runtime.access import refuse_copy
+from elixir_moe.runtime.param_access import refuse_copy
 from elixir_moe.torch_private import (
     SELECTIVE_CHECKPOINT_MODES,
     dispatch_depth,

@@ -9,7 +9,7 @@ Backward.  A hook on a unit's outputs runs right before the unit's backward. Gra
            chunk's memory.
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until backward has passed it, since
            the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
-           A unit that saves none (`parallel.read_again`) is let go when the region leaves it.
+           A unit that saves none (`parallel.regather`) is let go when the region leaves it.
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
            Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
@@ -38,11 +38,11 @@ from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
 from elixir_moe.distributed.waits import WAITS
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
-from elixir_moe.parallel.plain_state import unparametrized
-from elixir_moe.runtime.access import ParamAccess, Switch
+from elixir_moe.parallel.state_dict import unparametrized
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward, in_function
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
+from elixir_moe.runtime.param_access import ParamAccess, Switch
 from elixir_moe.runtime.phase import READABLE
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler

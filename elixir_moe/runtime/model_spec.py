@@ -21,8 +21,8 @@ from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.plain_state import keys_of, persistent_buffers
 from elixir_moe.parallel.rules import names_of, pattern_of, replicated_everywhere
+from elixir_moe.parallel.state_dict import keys_of, persistent_buffers
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.runtime.units import Parts
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from elixir_moe.chunks.step_machine import StepMachine
 from elixir_moe.errors import PlanError
 from elixir_moe.parallel.dtensor import local_of, spec_of, wrap_local
-from elixir_moe.parallel.read_again import refuse_written
+from elixir_moe.parallel.regather import refuse_written
 from elixir_moe.runtime.chunk import Placeholder
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints, OffloadedTensor, kept_by_region
 from elixir_moe.runtime.scheduler import Scheduler

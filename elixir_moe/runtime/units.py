@@ -26,9 +26,9 @@ from elixir_moe.chunks.step_order import (
     units_of,
 )
 from elixir_moe.parallel.pattern import EXPERT_AXIS
-from elixir_moe.parallel.read_again import saves_none
+from elixir_moe.parallel.regather import saves_none
 from elixir_moe.parallel.rules import pattern_of
-from elixir_moe.runtime.access import ParamAccess
+from elixir_moe.runtime.param_access import ParamAccess
 
 
 @dataclass(frozen=True, slots=True)

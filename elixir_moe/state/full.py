@@ -17,11 +17,11 @@ from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
-from elixir_moe.parallel.plain_state import plain_state
 from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.state_dict import plain_state
 from elixir_moe.parallel.tiles import tile_of
-from elixir_moe.runtime.access import refuse_reads
 from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.param_access import refuse_reads
 from elixir_moe.runtime.phase import WHOLE
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import storage_id

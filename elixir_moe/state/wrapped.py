@@ -18,8 +18,8 @@ from elixir_moe.errors import UsageError
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
-from elixir_moe.parallel.plain_state import persistent_buffers, unparametrized
 from elixir_moe.parallel.rules import named_tensors
+from elixir_moe.parallel.state_dict import persistent_buffers, unparametrized
 from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -54,7 +54,7 @@ class Wrapped:
     not_shared: Mapping[tuple[int, ...], str]
     """{ranks of a process group: why its frozen chunks do not lie once in the host's memory, as the plan has them}."""
     prediction: Any
-    """The predicted cost of a step (`search.prediction.Prediction`); None for a plan without a search."""
+    """The predicted cost of a step (`planner.prediction.Prediction`); None for a plan without a search."""
 
     @property
     def phase(self) -> Phase:

@@ -21,8 +21,8 @@ from elixir_moe.chunks.packing import (
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, group_parameters
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
-from elixir_moe.models.config import GPTConfig, gpt_config
-from elixir_moe.models.gpt import GPT
+from elixir_tools.models.config import GPTConfig, gpt_config
+from elixir_tools.models.gpt import GPT
 
 KEY = ChunkGroupKey(ranks=(0, 1), dtype=torch.float32, trainable=True, divisor=2)
 LINE = ALIGN_BYTES // 4

@@ -19,8 +19,8 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import placed, with_further
 from tests.support.parity import mesh_of_world
 from tests.support.ranks import RankPool

@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
-from elixir_moe import settings
-from elixir_moe.cli import main as cli
+from elixir_moe import spans
 from elixir_moe.memory.host_mapping import SharedFile
-from elixir_moe.models.gpt import GPT
-from elixir_moe.train import training
-from elixir_moe.train.loop import Loop
+from elixir_tools import settings
+from elixir_tools.cli import main as cli
+from elixir_tools.models.gpt import GPT
+from elixir_tools.train import training
+from elixir_tools.train.loop import Loop
 from tests.support.checkpoint_cases import assert_same
 from tests.support.shared_memory import abandoned, holders, sessions_of
 from tests.support.train_cases import last_state, settings_of, written
@@ -43,7 +44,7 @@ SAVING = "elixir-save"
 _TIMEOUT_SECONDS = 180
 _SHARED = "shared.txt"
 """Inodes of the memory that ranks have shared."""
-_LIBRARY = str(Path(cli.__file__).parents[1])
+_LIBRARY = tuple(str(Path(module.__file__).parents[1]) for module in (cli, spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def start(out: Path, point: Point | None = None, counts: Any = None) -> list[int
     """Runs all ranks to their ends; their exit codes, by rank."""
     context = multiprocessing.get_context("forkserver")
     helpers = [f"tests.support.{name}" for name in ("checkpoint_cases", "train_cases")]
-    context.set_forkserver_preload(["elixir_moe.train.loop", *helpers])
+    context.set_forkserver_preload(["elixir_tools.train.loop", *helpers])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

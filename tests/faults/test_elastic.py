@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elixir_moe import settings
-from elixir_moe.train.config import PlanConfig
-from elixir_moe.train.launch import _children, program
-from elixir_moe.train.memory import smaller
+from elixir_tools import settings
+from elixir_tools.train.config import PlanConfig
+from elixir_tools.train.launch import _children, program
+from elixir_tools.train.memory import smaller
 from tests.support.cases import with_further
 from tests.support.checkpoint_cases import assert_same
 from tests.support.programs import Program
@@ -134,8 +134,8 @@ def test_a_stopped_rank_does_not_hold_the_launcher_back_and_is_named(rank: int, 
 
 EARLY = {
     "a rank that starts": ("RANK", "os.kill(os.getppid(), signal.SIGTERM); signal.pause()"),
-    "the launcher that starts": ("", "import elixir_moe.train.directory as d; d.check_directory = end"),
-    "a rank that takes the directory": ("RANK", "import elixir_moe.train.directory as d; d.claim_directory = end"),
+    "the launcher that starts": ("", "import elixir_tools.train.directory as d; d.check_directory = end"),
+    "a rank that takes the directory": ("RANK", "import elixir_tools.train.directory as d; d.claim_directory = end"),
 }
 """Where the signal comes: (what the environment of that process has, what it runs before all else)."""
 

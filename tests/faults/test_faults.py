@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_moe.cli.main import main
 from elixir_moe.memory import slabs as tiers
-from elixir_moe.report.directory import Claim
-from elixir_moe.train.directory import claim_directory
-from elixir_moe.watch.control import Signals
+from elixir_tools.cli.main import main
+from elixir_tools.report.directory import Claim
+from elixir_tools.train.directory import claim_directory
+from elixir_tools.watch.control import Signals
 from tests.state.test_checkpoint_files import left_by_the_dead
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of, text_of
-from tests.train.test_train import config_of
+from tests.tools.train.test_train import config_of
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+) \|$", re.MULTILINE)

@@ -10,9 +10,9 @@ import pytest
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
-from elixir_moe.report.directory import Claim
 from elixir_moe.state.marked import collect
-from elixir_moe.watch.control import ControlFile
+from elixir_tools.report.directory import Claim
+from elixir_tools.watch.control import ControlFile
 from tests.state.test_checkpoint_files import left_by_the_dead, write_small
 from tests.support.checkpoint_cases import assert_same
 from tests.support.ranks import RankPool

@@ -17,7 +17,7 @@ from elixir_moe.memory.disk_values import Reading, ValuesPlace
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.values import ValuesOnDisk
-from elixir_moe.optim.decision import StepDecision
+from elixir_moe.optim.agreement import StepDecision
 from elixir_moe.runtime.gathers import Gathers
 from elixir_moe.runtime.gradients import Gradients
 from elixir_moe.runtime.reductions import Reductions

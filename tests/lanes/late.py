@@ -185,4 +185,4 @@ def issue_in_order(patch: pytest.MonkeyPatch) -> None:
         communicator.over_gloo, communicator.tagged = False, not groups
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.setup.deciding"), "goes_over_gloo", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.wrapping.resolve_plan"), "goes_over_gloo", lambda *_: False)

@@ -248,7 +248,7 @@ def apart(kind: str) -> tuple[list[bool], str]:
     """(rank) Which chunks are shared where rank 1 cannot share, and what is said; the model trains."""
     with pytest.MonkeyPatch.context() as patch:
         if kind == "hosts":
-            patch.setattr("elixir_moe.setup.one_home._host", lambda: f"host {dist.get_rank()}")
+            patch.setattr("elixir_moe.wrapping.shared_frozen._host", lambda: f"host {dist.get_rank()}")
         elif kind == "no memfd":
             patch.delattr(os, "memfd_create")
         elif dist.get_rank() == 1:

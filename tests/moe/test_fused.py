@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import elixir_moe as em
-from elixir_moe.moe.fused import FusedExperts, is_fused_experts
+from elixir_moe.hf.fused_experts import FusedExperts, is_fused_experts
 from tests.support.hf_cases import FAMILIES, ids
 
 E, D, H, T, K, R = 6, 64, 128, 40, 2, 4

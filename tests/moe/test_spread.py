@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.moe.fused import FusedExperts
+from elixir_moe.hf.fused_experts import FusedExperts
 from tests.support.cases import with_further
 from tests.support.hf_cases import FAMILIES, VOCAB, ids
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, trained

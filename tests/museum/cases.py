@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.models import GPTConfig
-from elixir_moe.moe.fused import Adapter, AdaptersBeside
+from elixir_moe.hf.fused_experts import Adapter, AdaptersBeside
 from elixir_moe.optim import accepted
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.quantized import products
-from elixir_moe.verify import training
-from elixir_moe.verify.certificate import as_dicts, certify
-from elixir_moe.verify.families import FAMILIES
-from elixir_moe.verify.plans import asked
-from elixir_moe.verify.subject import Function, Named, Source
+from elixir_tools.models.gpt import GPTConfig
+from elixir_tools.verify import training
+from elixir_tools.verify.certificate import as_dicts, certify
+from elixir_tools.verify.families import FAMILIES
+from elixir_tools.verify.plans import asked
+from elixir_tools.verify.subject import Function, Named, Source
 
 RANKS, STEPS = 2, 2
 MIXTURE = "tests.support.verify_cases"

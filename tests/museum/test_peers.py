@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.nn import parallel
 
-from elixir_moe.verify import training
-from elixir_moe.verify.certificate import as_dicts, certify, first_failed
-from elixir_moe.verify.families import FAMILIES
-from elixir_moe.verify.peers import peer
-from elixir_moe.verify.script import script_of
-from elixir_moe.verify.subject import HuggingFace, Source
+from elixir_tools.verify import training
+from elixir_tools.verify.certificate import as_dicts, certify, first_failed
+from elixir_tools.verify.families import FAMILIES
+from elixir_tools.verify.peers import peer
+from elixir_tools.verify.script import script_of
+from elixir_tools.verify.subject import HuggingFace, Source
 from tests.museum.cases import small
 
 VERSIONS = {"torch": torch.__version__}
@@ -130,7 +130,7 @@ def test_a_mixture_of_transformers(tmp_path: Path, name: str) -> None:
     """By the command's own ranks, since peers leave variables and groups behind; then by the script, in its own."""
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="no peer of ours is installed by default: pip install deepspeed")
-    from elixir_moe.verify.ranks import on_ranks
+    from elixir_tools.verify.ranks import on_ranks
 
     setup = setup_of(name, hugging_face(), str(tmp_path))
     training.run_on_ranks(setup, on_ranks)

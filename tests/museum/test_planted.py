@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.models import GPT, GPTConfig
-from elixir_moe.models.lora import Lora
+from elixir_moe.hf.fused_experts import Adapter, AdaptersBeside
 from elixir_moe.moe.experts import GroupedExperts
-from elixir_moe.moe.fused import Adapter, AdaptersBeside
 from elixir_moe.quantized import decoders, formats
-from elixir_moe.verify import subject, training
-from elixir_moe.verify.oracle import next_token_loss, plain_mixtures, quantized_values
-from elixir_moe.verify.subject import Named, Source
+from elixir_tools.models.gpt import GPT, GPTConfig
+from elixir_tools.models.lora import Lora
+from elixir_tools.verify import subject, training
+from elixir_tools.verify.oracle import next_token_loss, plain_mixtures, quantized_values
+from elixir_tools.verify.subject import Named, Source
 from tests.museum.cases import Case, judged, of_family, small
 
 MIXTURE = GPTConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32, seq_len=8, experts=(4,), checkpoint="none")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
-from elixir_moe.models import GPT, GPTConfig, gpt_patterns, lm_loss
+from elixir_tools.models.gpt import GPT, GPTConfig, gpt_patterns, lm_loss
 from tests.support.parity import ROWS, TOLERANCE, make_optimizer, mesh_of_world, tokens
 from tests.support.ranks import RankPool
 

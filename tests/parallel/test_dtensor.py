@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import elixir_moe as em
 from elixir_moe.parallel.rules import annotate_dtensors
-from elixir_moe.search.trace import trace
+from elixir_moe.planner.trace import trace
 from tests.support.cases import with_further
 from tests.support.ranks import RankPool
 

@@ -6,7 +6,7 @@ Tests find the class by its name in the package, so the name is exchanged before
 import accelerate
 import accelerate.accelerator
 
-from elixir_moe.integrations.accelerate import ElixirAccelerator
+from elixir_moe.hf.accelerate import ElixirAccelerator
 
 for module in (accelerate, accelerate.accelerator):
     setattr(module, "Accelerator", ElixirAccelerator)  # noqa: B010

@@ -8,7 +8,7 @@ import lightning_fabric.connector
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.launchers import subprocess_script
 
-from elixir_moe.integrations.fabric import ElixirStrategy
+from elixir_moe.hf.fabric import ElixirStrategy
 
 _validate_launched = Fabric._validate_launched
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.integrations import finegrained_fp8, mxfp4
 
 import elixir_moe as em
+from elixir_moe.hf.import_quantized import check_layers, take_over
 from elixir_moe.quantized.packed import packed_parameters
-from elixir_moe.quantized.taken_over import check_layers, take_over
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, SIZES, base, optimizer_of, steps
 from tests.support.cases import placed, with_further
 from tests.support.parity import LOSS_TOLERANCE

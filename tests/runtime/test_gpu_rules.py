@@ -38,12 +38,12 @@ from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.slabs import Slab, host_zeros
-from elixir_moe.models.gpt import _joined
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.setup.filling import Passage, _Sources
-from elixir_moe.train.training import Training
+from elixir_moe.wrapping.materialize import Passage, _Sources
+from elixir_tools.models.gpt import _joined
+from elixir_tools.train.training import Training
 from tests.support.ranks import RankPool
 from tests.support.train_cases import settings_of
 
@@ -633,7 +633,7 @@ def test_communicators_are_connected_when_they_are_made(ranks: Callable[[int], R
 def connections_before_a_plan() -> list[str]:
     """The order in which `wrap` connects and plans, and how many process groups a refused plan leaves behind."""
     order: list[str] = []
-    searching = import_module("elixir_moe.search.auto")
+    searching = import_module("elixir_moe.planner.auto")
     model = nn.Linear(4, 4)
     before = len(dist.distributed_c10d._world.pg_map)
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.errors import PlanError, TierError
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, lm_loss
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, lm_loss
 from tests.support.cases import with_further
 from tests.support.parity import mesh_of_world, tokens
 from tests.support.ranks import RankPool

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from tests.runtime.test_torch_features import AtAddress, AtAddressByName
-from tests.setup.test_tiling import mine
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, trained
 from tests.support.ranks import RankPool
 from tests.test_linear_cross_entropy import PLANS, D, Tied, V
+from tests.wrapping.test_tiling import mine
 
 Ranks = Callable[[int], RankPool]
 

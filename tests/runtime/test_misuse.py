@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import elixir_moe as em
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.runtime.access import ParamAccess, ShardedParameter, Switch
+from elixir_moe.runtime.param_access import ParamAccess, ShardedParameter, Switch
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 
 wrapping = import_module("elixir_moe.wrap")  # the name in the package is the function
@@ -330,7 +330,7 @@ def test_a_part_of_a_model_wrapped_before() -> None:
 def test_a_host_too_small_for_the_plan_is_refused_before_anything_is_allocated() -> None:
     model = Net()
     with (
-        mock.patch("elixir_moe.setup.agreement.host_bytes_left", return_value=1000),
+        mock.patch("elixir_moe.wrapping.agreement.host_bytes_left", return_value=1000),
         mock.patch.object(wrapping, "build_shards", side_effect=AssertionError("allocated")),
         pytest.raises(em.TierError, match=r"needs [\d.]+ KiB for 1 ranks on .*, 1000 B are left \([\d.]+ KiB short\)"),
     ):

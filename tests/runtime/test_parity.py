@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import elixir_moe as em
-from elixir_moe.models.config import GPTConfig
+from elixir_tools.models.config import GPTConfig
 from tests.support.cases import with_further
 from tests.support.parity import compare, plain, wrapped
 from tests.support.ranks import RankPool

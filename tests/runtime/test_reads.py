@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.chunks.step_order import READ
-from elixir_moe.search.repeat import cuts_of
-from elixir_moe.search.trace import trace
+from elixir_moe.planner.repeat import cuts_of
+from elixir_moe.planner.trace import trace
 from tests.runtime.test_habits import D, Guests, Layer, Net, ReadElsewhere, mean_square, with_penalty
 from tests.support.cases import least_said, rounds_asked
 from tests.support.ranks import RankPool

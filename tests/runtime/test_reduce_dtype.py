@@ -16,7 +16,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.ledger import footprint
 from elixir_moe.distributed.collectives import Communicator, build_communicators
-from elixir_moe.train.config import PlanConfig
+from elixir_tools.train.config import PlanConfig
 from tests.runtime.test_precision import STEPS, by_hand, loss_of, make_model, make_optimizer
 from tests.support.ranks import RankPool
 
@@ -35,7 +35,7 @@ def like_nccl(patch: pytest.MonkeyPatch) -> None:
         communicator.over_gloo = False
 
     patch.setattr(Communicator, "__init__", make)
-    patch.setattr(import_module("elixir_moe.setup.deciding"), "goes_over_gloo", lambda *_: False)
+    patch.setattr(import_module("elixir_moe.wrapping.resolve_plan"), "goes_over_gloo", lambda *_: False)
 
 
 def sums(wide: bool) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.profiler import profile
 
 import elixir_moe as em
-from elixir_moe.report.timeline import COMPUTE, joined, recorded
 from elixir_moe.spans import span
+from elixir_tools.report.timeline import COMPUTE, joined, recorded
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.step_order import StepOrder, choose_units
-from elixir_moe.runtime.access import ShardedParameter
+from elixir_moe.runtime.param_access import ShardedParameter
 from elixir_moe.runtime.phase import CLOSED
 from elixir_moe.runtime.units import find_parts, registered_forward
 from tests.runtime.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError, UsageError
-from elixir_moe.models.without_logits import WithoutLogits
-from elixir_moe.setup.drawing import record_of
+from elixir_moe.hf.fused_loss import WithoutLogits
 from elixir_moe.state import full
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.storage import read_manifest
 from elixir_moe.state.checkpoint.whole import Whole, export_torch, reshard
+from elixir_moe.wrapping.deferred_init import record_of
 from tests.support.cases import placed, with_further
 from tests.support.ranks import RankPool
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
 from elixir_moe.state.checkpoint.storage import latest, read_manifest
+from elixir_tools.cli.main import main
 from tests.support.checkpoint_cases import (
     SHAPES,
     assert_same,

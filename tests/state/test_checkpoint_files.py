@@ -24,7 +24,6 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
 from elixir_moe.memory import direct_file
 from elixir_moe.state import marked
 from elixir_moe.state.checkpoint import storage, tensors
@@ -52,6 +51,7 @@ from elixir_moe.state.checkpoint.tensors import Item, write_tensors
 from elixir_moe.state.checkpoint.values import decode, encode
 from elixir_moe.state.checkpoint.whole import Whole
 from elixir_moe.state.marked import MARK, TEXT, collect, partial_of
+from elixir_tools.cli.main import main
 
 SHAPE = (6, 4, 5)
 

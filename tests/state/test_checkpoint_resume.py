@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.checkpoint.storage import read_manifest
+from elixir_tools.cli.main import main
 from tests.runtime.test_habits import Frozen, Net, Tied, Unused, mean_square
 from tests.state.test_checkpoint_files import spoilt
 from tests.support.cases import with_further

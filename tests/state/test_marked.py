@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.cli.main import main
-from elixir_moe.report.directory import Claim, is_claimed
 from elixir_moe.state import marked
 from elixir_moe.state.checkpoint import storage
 from elixir_moe.state.checkpoint.storage import Draft, latest, read_manifest, remove, verify
 from elixir_moe.state.marked import MARK, MarkedFolder, collect, partial_of
+from elixir_tools.cli.main import main
+from elixir_tools.report.directory import Claim, is_claimed
 from tests.state.test_checkpoint_files import left_by_the_dead, names_in, write_small
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.search.hardware import Hardware
+from elixir_moe.planner.hardware import Hardware
 from elixir_moe.state.checkpoint.storage import MANIFEST
 from elixir_moe.state.marked import partial_of
 from tests.support.checkpoint_cases import assert_same, full_disk

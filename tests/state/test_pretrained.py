@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, gpt_patterns
+from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.state.safetensors_format import INDEX
-from elixir_moe.state.save_pretrained import save_pretrained
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns
 from tests.support.cases import with_further
 from tests.support.hf_cases import FAMILIES
 from tests.support.parity import TOLERANCE, make_optimizer, mesh_of_world

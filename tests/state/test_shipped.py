@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.parallel.read_again import saves_none
+from elixir_moe.hf.shipped import patterns_of
+from elixir_moe.parallel.regather import saves_none
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
-from elixir_moe.state.shipped import patterns_of
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.cases import placed
 from tests.support.parity import LOSS_TOLERANCE

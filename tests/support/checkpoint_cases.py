@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_moe.state.checkpoint import save as save_module
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.checkpoint.save import save
 from elixir_moe.state.checkpoint.storage import read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import FileImage
 from elixir_moe.state.checkpoint.whole import Whole
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import placed
 from tests.support.parity import make_optimizer, mesh_of_world, tokens
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ElixirError
-from elixir_moe.report.directory import CONTROL
-from elixir_moe.watch.control import Signals, exit_code_of
-from elixir_moe.watch.supervisor import DIVERGED
-from tests.finetune.test_finetune import folder_of
-from tests.integrations.test_trainer import launched
+from elixir_tools.report.directory import CONTROL
+from elixir_tools.watch.control import Signals, exit_code_of
+from elixir_tools.watch.supervisor import DIVERGED
+from tests.hf.test_trainer import launched
 from tests.support.ranks import RankPool
 from tests.support.train_cases import burst, nan_once, run, settings_of
+from tests.tools.finetune.test_finetune import folder_of
 
 LR = 3e-3
 STEPS = 6
@@ -82,9 +82,9 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
     """(rank) Does what `elixir-moe sft` does on a rank; `at` as in `train_cases.run`."""
     from transformers import TrainerCallback
 
-    from elixir_moe.finetune.arguments import parse
-    from elixir_moe.finetune.callbacks import DivergedError
-    from elixir_moe.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
+    from elixir_tools.finetune.arguments import parse
+    from elixir_tools.finetune.callbacks import DivergedError
+    from elixir_tools.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
 
     done, out = set[int](), Path(next(word.partition("=")[2] for word in words if "output_dir" in word))
 

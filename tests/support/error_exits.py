@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe import settings
-from elixir_moe.cli import main as cli
-from elixir_moe.train.training import Training
+from elixir_tools import settings
+from elixir_tools.cli import main as cli
+from elixir_tools.train.training import Training
 from tests.support.train_cases import settings_of
 
 UNCAUGHT, OWN = 1, 41

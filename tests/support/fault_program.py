@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elixir_moe.cli import main as cli
-from elixir_moe.train.training import Training
+from elixir_tools.cli import main as cli
+from elixir_tools.train.training import Training
 
 
 def main() -> int:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import elixir_moe as em
+import elixir_tools
 from elixir_moe import public
-from elixir_moe.verify.families import FAMILIES
-from elixir_moe.verify.plans import asked
+from elixir_tools.verify.families import FAMILIES
+from elixir_tools.verify.plans import asked
 from tests.support.ranks import RankPool
 
 PLANS = ("ddp", "zero2", "zero3", "offload", "disk")
@@ -169,7 +170,8 @@ def _signature(value: Any) -> str:
 def _errors() -> list[str]:
     """The message of each `raise` of the package, with its expressions left out."""
     found = []
-    for file in Path(em.__file__).parent.rglob("*.py"):
+    files = [file for package in (em, elixir_tools) for file in Path(package.__path__[0]).rglob("*.py")]
+    for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 texts = [one.value for one in ast.walk(node.exc) if isinstance(one, ast.Constant)]

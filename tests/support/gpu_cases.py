@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support import parity
 from tests.support.cases import placed
 

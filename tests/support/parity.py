@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_moe as em
-from elixir_moe.models.config import GPTConfig
-from elixir_moe.models.gpt import GPT, gpt_patterns, lm_loss
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import placed
 
 STEPS = 5

@@ -8,5 +8,4 @@ import peft  # noqa: F401  # with transformers and what its models share
 import torch._dynamo  # torch's optimizers import it at their first use
 import torch.distributed.checkpoint  # noqa: F401
 
-from elixir_moe.cli import ckpt, plan, verify  # noqa: F401
 from tests.support import checkpoint_cases, hf_cases, megatron_cases, train_cases  # noqa: F401

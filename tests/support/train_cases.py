@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe import settings
 from elixir_moe.errors import ElixirError
-from elixir_moe.report.directory import CONTROL
-from elixir_moe.train.config import TrainConfig
-from elixir_moe.train.data import Text, load_text
-from elixir_moe.train.directory import claim_directory
-from elixir_moe.train.loop import Stopped, train
-from elixir_moe.train.report import Console
-from elixir_moe.train.training import Training
+from elixir_tools import settings
+from elixir_tools.report.directory import CONTROL
+from elixir_tools.train.config import TrainConfig
+from elixir_tools.train.data import Text, load_text
+from elixir_tools.train.directory import claim_directory
+from elixir_tools.train.loop import Stopped, train
+from elixir_tools.train.report import Console
+from elixir_tools.train.training import Training
 from tests.support.checkpoint_cases import everything
 
 SAME = ("step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_expert")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe.verify.subject import Named, Subject
+from elixir_tools.verify.subject import Named, Subject
 
 E, D, ROWS = 4, 8, 4
 Case = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable[[], Tensor]]

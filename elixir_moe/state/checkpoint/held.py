@@ -15,8 +15,8 @@ from torch import nn
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.elements import Elements
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.plain_state import modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.rules import UNCUT, pattern_of
+from elixir_moe.parallel.state_dict import modules_with_extra_state, persistent_buffers
 from elixir_moe.parallel.tiles import tile_of, whole_shape
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.phase import OPEN

@@ -22,7 +22,7 @@ from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
-from elixir_moe.parallel.plain_state import modules_with_extra_state
+from elixir_moe.parallel.state_dict import modules_with_extra_state
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.held import HeldPiece, buffers_of, held_pieces, wrapped_of
 from elixir_moe.state.checkpoint.manifest import (
@@ -47,7 +47,7 @@ _MOST_NAMED = 8
 _MOST_TEXT = 100
 """Most characters of a saved value in an error message."""
 _MOST_STEPS = 2**32
-"""More than a training has; ranks compare their numbers of steps in as many bits (`optim.decision`)."""
+"""More than a training has; ranks compare their numbers of steps in as many bits (`optim.agreement`)."""
 _RATES = ("lr", "initial_lr")
 """Options that are numbers, whether or not the optimizer has them now: a scheduler adds one."""
 

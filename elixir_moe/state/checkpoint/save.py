@@ -36,7 +36,7 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError, meant
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import Coded, InMemory, OnDisk
-from elixir_moe.optim.decision import Options
+from elixir_moe.optim.agreement import Options
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.pattern import is_whole

@@ -1,0 +1,148 @@
+"""Hugging Face's causal language models trained without logits, by `linear_cross_entropy`.
+
+Owns what replaces the head's product and the loss while a forward runs: the head computes the logits of one token, and
+the loss is computed from what the head was given. The model's own forward does the rest: auxiliary losses of routers
+are added, labels are shifted, and losses are divided as ever. No forward is replaced. A Trainer that smooths labels
+gives the model none, and computes the loss from its output: `smoothed` does so without logits. Needs the package
+`transformers`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.hf.peft import base_of
+from elixir_moe.linear_cross_entropy import check_head, linear_cross_entropy
+from elixir_moe.parallel.meta_tensors import has_data
+
+_INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss of your own"
+
+
+class WithoutLogits:
+    """``with WithoutLogits(model)(): loss = model(**batch).loss``; the output's logits are those of one token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Checks the model, which may have adapters of peft; changes nothing.
+
+        Raises:
+            ConfigError: the model is no causal language model of `transformers`, or its head is more than a product.
+        """
+        from transformers.loss.loss_utils import ForCausalLMLoss
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        self.model = model
+        causal: Any = base_of(model)
+        self._causal = causal
+        self._kind = type(causal).__name__
+        known = self._kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if not known or causal.loss_function is not ForCausalLMLoss:
+            raise ConfigError(
+                f"a loss without logits of {self._kind}: expected a causal language model with its own loss; {_INSTEAD}"
+            )
+        check_head(causal.get_output_embeddings())
+        config = causal.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
+        self._checked = False
+        self._hidden: Tensor | None = None
+        self._raw: Tensor | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While open, each forward of the model computes its loss without logits."""
+        head = self._causal.get_output_embeddings()
+        hooks = (
+            head.register_forward_pre_hook(self._shorten),
+            head.register_forward_hook(self._note, prepend=True),  # before hooks that change the logits
+        )
+        own = vars(self._causal).get("_loss_function")
+        self._causal.loss_function = self._loss
+        try:
+            yield
+            if self._hidden is not None:
+                raise ConfigError(
+                    f"a loss without logits of {self._kind}: its forward computes its loss itself, or had no labels; "
+                    f"{_INSTEAD}"
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+            if own is None:
+                del self._causal._loss_function
+            else:
+                self._causal.loss_function = own
+            self._hidden = self._raw = None
+
+    def _shorten(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        """Keeps what the head is given, and gives it one token."""
+        (hidden,) = args
+        if self._hidden is not None:
+            raise ConfigError(f"a loss without logits of {self._kind}, which runs its head more than once; {_INSTEAD}")
+        self._hidden = hidden
+        return (hidden[(slice(0, 1),) * (hidden.dim() - 1)],)
+
+    def _note(self, _: nn.Module, args: Any, logits: Tensor) -> None:
+        self._raw = logits.detach()
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        **_: Any,
+    ) -> Tensor:
+        """As `transformers.loss.loss_utils.ForCausalLMLoss`, with label smoothing."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise ConfigError(f"a loss without logits of {self._kind}, whose forward has not run its head; {_INSTEAD}")
+        self._check(logits)
+        if shift_labels is None:
+            assert labels is not None, "transformers computes a loss of labels"
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        total = linear_cross_entropy(
+            hidden if self._scale == 1 else hidden * self._scale,
+            self._causal.get_output_embeddings(),
+            shift_labels.reshape(hidden.shape[:-1]),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=self._softcap,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total if num_items_in_batch is None else total / num_items_in_batch
+
+    def smoothed(self, factor: float) -> Callable[..., Tensor]:
+        """What `transformers.trainer_pt_utils.LabelSmoother` of that factor is, for outputs of a forward in here."""
+
+        def smooth(outputs: Any, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None, **_: Any) -> Tensor:
+            return self._loss(outputs["logits"], labels, None, num_items_in_batch, label_smoothing=factor)
+
+        return smooth
+
+    def _check(self, logits: Tensor) -> None:
+        """Raises ConfigError if the model does something else with its logits than its config says."""
+        if self._checked or not has_data(logits):
+            return
+        assert self._raw is not None
+        expected = self._raw.float() * self._scale
+        if self._softcap is not None:
+            expected = self._softcap * torch.tanh(expected / self._softcap)
+        tolerance = 8 * torch.finfo(self._raw.dtype).eps  # of the few operations that the model rounds after
+        if logits.shape != expected.shape or not torch.allclose(
+            logits.detach().float(), expected, tolerance, tolerance
+        ):
+            raise ConfigError(
+                f"a loss without logits of {self._kind}: behind its head it changes its logits in a way that its "
+                f"config does not say (final_logit_softcapping, logit_scale and logits_scaling are known); {_INSTEAD}"
+            )
+        self._checked = True

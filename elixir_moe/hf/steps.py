@@ -1,0 +1,138 @@
+"""What a trainer under a plan knows of a step before its update, and the callbacks that it tells.
+
+Owns the facts that all ranks share about a step, and how a callback asks for them. Decides nothing. Needs the package
+`transformers`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback
+
+from elixir_moe.distributed.waits import BusyTime
+from elixir_moe.hf.routers import Routers
+from elixir_moe.parallel.rules import ranks_of_a_batch
+from elixir_moe.state.wrapped import Wrapped
+
+_NO_TOKENS = ("position_ids", "token_type_ids", "cache_ids")
+"""Inputs whose names end like those of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFacts:
+    """The facts that all ranks share after the gradients of a step."""
+
+    losses: tuple[float, ...]
+    """Loss of each rank, over all micro-batches."""
+    norm: float
+    """Global gradient norm before clipping."""
+    busy_seconds: tuple[float, ...]
+    """Time of each rank for forward and backward, without its waits for other ranks."""
+    tokens: float
+    """Tokens of all ranks, without those that fill rows up; 0 where the inputs name none."""
+    tokens_per_expert: Mapping[str, list[int]] = field(default_factory=dict)
+    """By router: tokens that chose each expert, over all ranks."""
+
+
+class GoBack(Exception):  # noqa: N818 (it is asked for)
+    """Raised by a callback on all ranks: the trainer continues from a checkpoint."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+
+class StepCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback of a trainer under a plan. It may ask for the facts of a step, drop its gradients, or go back.
+
+    In `on_pre_optimizer_step`, `trainer.step_facts()` is collective; `trainer.drop_gradients()` leaves the weights as
+    they are in this step; `GoBack` may be raised. What `to_save` returns is in each checkpoint.
+    """
+
+    trainer: Any = None
+    """The trainer, once it has the callback."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights from before the next step may be needed after its backward has begun."""
+        return False
+
+    def to_save(self) -> dict[str, Any]:
+        """Plain data for a checkpoint, the same on all ranks."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any], *, back: bool) -> None:
+        """Takes what a checkpoint has; `back`: in the middle of a run, which goes back to it."""
+
+
+class Steps:
+    """Collects the facts of a step on this rank."""
+
+    def __init__(self, routers: Routers | None, device: torch.device) -> None:
+        """`routers`: those that count for the facts; None in a model without."""
+        self._routers = routers
+        self._busy = BusyTime(device)
+        self._losses: list[torch.Tensor] = []
+        self._tokens: list[torch.Tensor | int] = []
+        self.inputs: list[dict[str, Any]] = []
+        """The inputs of the step's micro-batches."""
+        self.norm: Any = 0.0
+        """The norm of the step's gradients."""
+        self._facts: StepFacts | None = None
+        self._step = -1
+
+    def begin(self, step: int) -> None:
+        """Begins a micro-batch of a step, whose number counts from 0; another step begins behind `facts`, too."""
+        if self._facts is not None or step != self._step:
+            self._losses, self._tokens, self.inputs, self._facts = [], [], [], None
+            self._step = step
+            self._busy.start()
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Ends a micro-batch, whose share of the step's loss is `loss`."""
+        self._losses.append(loss.detach().float())
+
+    def see(self, inputs: dict[str, Any]) -> None:
+        """Notes the inputs of a loss."""
+        self.inputs.append({**inputs})  # Trainer takes labels out of it
+        self._tokens.append(tokens_in(inputs))
+
+    def facts(self, model: nn.Module, wrapped: Wrapped) -> StepFacts:
+        """The facts of this step. Collective at its first call in a step."""
+        if self._facts is not None:
+            return self._facts
+        busy = self._busy.stop()
+        loss = float(sum(self._losses))
+        tokens = sum(float(count) for count in self._tokens) / ranks_of_a_batch(model)
+        mine = torch.tensor([loss, busy, tokens], dtype=torch.float64, device="cpu")
+        table = mine.new_empty(dist.get_world_size(), len(mine))
+        dist.all_gather(list(table), mine, group=wrapped.groups.control)
+        losses, seconds, counts = table.t().tolist()
+        experts: dict[str, list[int]] = {}
+        if self._routers is not None:
+            self._routers.step()
+            experts = {name: found.tolist() for name, found in self._routers.loads().items()}
+        self._facts = StepFacts(
+            losses=tuple(losses),
+            norm=float(self.norm),
+            busy_seconds=tuple(seconds),
+            tokens=sum(counts),
+            tokens_per_expert=experts,
+        )
+        return self._facts
+
+
+def tokens_in(inputs: Mapping[str, Any]) -> torch.Tensor | int:
+    """Tokens in the inputs of a loss, without those that fill rows up; 0 if they name none."""
+    found: torch.Tensor | int = 0
+    for name, tokens in inputs.items():
+        if name.endswith("_ids") and name not in _NO_TOKENS and isinstance(tokens, torch.Tensor):
+            stem = name.removesuffix("input_ids") if name.endswith("input_ids") else name.removesuffix("ids")
+            masks = (inputs.get(f"{stem}{end}") for end in ("attention_mask", "mask"))
+            mask = next((m for m in masks if isinstance(m, torch.Tensor) and m.shape == tokens.shape), None)
+            found = found + (tokens.numel() if mask is None else mask.sum())
+    return found

@@ -1,0 +1,240 @@
+"""`Plan.auto`: the best plan for a model on the present ranks.
+
+Owns the memory available to the plan, the search on one rank for all ranks that hold the model, and the same `Forecast`
+on each of them. Only one rank traces and searches, so rounding cannot give ranks different plans.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.plan import AutoPlan, Plan
+from elixir_moe.chunks.step_order import StepEvent
+from elixir_moe.distributed.all_ranks import gathered, made_on_all_ranks, raise_on_all_ranks
+from elixir_moe.errors import ConfigError
+from elixir_moe.memory.slabs import device_left, host_bytes_left
+from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
+from elixir_moe.planner import cost
+from elixir_moe.planner.explain import explained
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.measure import describe, hardware_here, remembered_fit, with_disk
+from elixir_moe.planner.solve import Choice, Task, solve
+from elixir_moe.planner.trace import trace
+from elixir_moe.runtime.model_spec import ranks_of
+from elixir_moe.runtime.units import Parts, traced_forward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The user's request, and the facts that `wrap` adds to it."""
+
+    wanted: AutoPlan
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    adam: bool
+    """Whether the optimizer can update chunks on disk."""
+    moments: int
+    """fp32 values the optimizer keeps per element."""
+    over_gloo: bool
+    """Reductions run over gloo."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Memory of one rank available for training."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """The plan found and its predicted cost; the same on all ranks that hold the model."""
+
+    plan: Plan
+    events: tuple[StepEvent, ...]
+    """The events of a step, with parameters numbered as in ``model.parameters()``."""
+    seconds: cost.Seconds
+    device_bytes: int
+    """Bytes the library holds on the device."""
+    host_bytes: int
+    """Bytes the library holds in host memory."""
+    disk_bytes: int
+    """Bytes the library holds on disk."""
+    hardware: Hardware
+
+
+def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
+    """Finds the plan. Collective over the world.
+
+    Returns:
+        (forecast, task, machine): the task on the rank that searched, else None; the machine as `describe` gives it if
+        it was measured, else None.
+
+    Raises:
+        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy. On all ranks.
+        ConfigError: the step cannot be traced, the hardware file lacks a figure, or the budget exceeds free memory.
+            Like any other failure, on all ranks, those of other pipeline stages included.
+    """
+    everywhere = replicated_everywhere()
+    machine = None
+    wanted = request.wanted
+    if wanted.hardware is None:
+        dtype = request.compute_dtype or next((p.dtype for p in model.parameters()), torch.float32)
+        machine = describe(request.device, dtype)
+        hardware = hardware_here(machine, request.device, groups_of(model))
+    else:
+        name = wanted.hardware
+        hardware = raise_on_all_ranks("read the figures of a machine", lambda: Hardware.named(name))[dist.get_rank()]
+    peers = ranks_of(model, everywhere)
+    disk_bytes = 0
+    if wanted.disk is not None:
+        hardware, disk_bytes = with_disk(hardware, wanted.disk)
+    left = gathered(_left(wanted, request.device, disk_bytes))
+    tasks: list[Task] = []
+
+    def search() -> Forecast | None:
+        room = _room(peers, wanted, request.device, left)
+        if dist.get_rank() != peers[0]:
+            return None
+        task = _task(model, request, hardware, room)
+        shown = None if machine is None else remembered_fit(machine, task.profile.key)
+        tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
+        return forecast_of(solve(tasks[0]))
+
+    found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
+    assert found is not None, "the first rank of those that hold the model has searched"
+    found = replace(found, plan=replace(found.plan, reduce_dtype=wanted.reduce_dtype))
+    if found.plan.disk_chunks:
+        found = replace(found, plan=replace(found.plan, disk=wanted.disk, verify=wanted.verify))
+    return found, tasks[0] if tasks else None, machine
+
+
+def device_room(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
+    """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
+    peers, left = ranks_of(model, replicated_everywhere()), gathered(_left(wanted, device, 0))
+    return made_on_all_ranks("looked at the device's memory", lambda: _room(peers, wanted, device, left)).device_bytes
+
+
+def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
+    """The ranks of each replicate process group of the model."""
+    everywhere = replicated_everywhere()
+    return {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
+
+
+def events_of(
+    model: nn.Module,
+    parts: Parts,
+    step: Callable[[nn.Module, Any], Any],
+    sample: Any,
+    compute_dtype: torch.dtype | None,
+) -> Sequence[StepEvent]:
+    """The events of ``step(model, sample)`` on the first rank of those that hold the model. Collective.
+
+    Parameters are numbered as in ``model.parameters()``. A step that cannot run on tensors without data is run on the
+    model itself, without its backward.
+    """
+    first, *_ = ranks_of(model, replicated_everywhere())
+
+    def learn() -> Sequence[StepEvent] | None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        events: Sequence[StepEvent]
+        try:
+            events = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype).registered_events
+        except ConfigError:
+            events = traced_forward(model, parts, step, sample)
+        return events if rank == first else None
+
+    found = raise_on_all_ranks("ran the step that sample and step are", learn)[first]
+    assert found is not None, "the first rank has told its events"
+    return found
+
+
+def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
+    world = dist.get_world_size()
+    hardware.links(world)
+    profile = trace(
+        model,
+        request.wanted.step,
+        request.wanted.sample,
+        world=world,
+        rank=dist.get_rank(),
+        compute_dtype=request.compute_dtype,
+        reduce_dtype=request.wanted.reduce_dtype,
+        precision=request.wanted.precision,
+        native_decoder=request.device.type == "cpu",
+    )
+    return Task(
+        profile=profile,
+        hardware=hardware,
+        gpus=world,
+        capacity_bytes=room.device_bytes,
+        host_bytes=0 if hardware.one_memory else room.host_bytes,
+        disk_bytes=room.disk_bytes if request.adam else None,
+        moments=request.moments,
+        over_gloo=request.over_gloo,
+        accumulation=request.wanted.accumulation,
+    )
+
+
+def forecast_of(choice: Choice) -> Forecast:
+    """The forecast of a choice."""
+    task = choice.task
+    device, host = task.held_bytes(choice.size)
+    return Forecast(
+        plan=explained(choice),
+        events=task.profile.registered_events,
+        seconds=choice.seconds,
+        device_bytes=device,
+        host_bytes=host + task.kept_bytes,
+        disk_bytes=choice.size.disk_bytes,
+        hardware=task.hardware,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Left:
+    """One rank's free memory, as told to the others."""
+
+    host: str
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    budget_bytes: int | None
+
+
+def _left(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _Left:
+    free = 0
+    if device.type == "cuda":
+        _, free = device_left(device)
+    return _Left(
+        host=socket.gethostname(),
+        device_bytes=free,
+        host_bytes=host_bytes_left(),
+        disk_bytes=disk_bytes,
+        budget_bytes=wanted.budget_bytes,
+    )
+
+
+def _room(peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_Left]) -> Room:
+    """The least memory of any rank that holds the model. Ranks of one host share its memory equally; without a GPU,
+    device and host share it too."""
+    cuda = device.type == "cuda"
+    budgets = [theirs.budget_bytes for theirs in everyone]
+    if len(set(budgets)) > 1:
+        raise ConfigError(f"Plan.auto's budget differs between ranks: {budgets} bytes")
+    hosts = [theirs.host for theirs in everyone]
+    left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
+    most = min(everyone[rank].device_bytes for rank in peers) if cuda else left
+    budget = most if wanted.budget_bytes is None else wanted.budget_bytes
+    if budget > most:
+        where = f"{device.type} memory for each of its ranks"
+        raise ConfigError(f"budget={budget}: there are {most} bytes of {where}; choose at most that, or None")
+    disk = min(everyone[rank].disk_bytes for rank in peers)
+    return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

@@ -1,0 +1,227 @@
+"""The cost of a plan on a machine: bytes in every tier, and the seconds of a step.
+
+Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy.
+Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
+
+A step of one rank::
+
+    |-- device: (products / peak + other traffic / bandwidth) / efficiency + overheads of parameters, units -|
+    |-- host link up: every gather of a host chunk -------|                                                |-- updates |
+    |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
+
+Transfers to and from the host overlap with compute and cost time only if they take longer. Updates follow backward.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elixir_moe.chunks.ledger import GRADIENT, arrays_on_disk, paged_bytes, spilled_bytes, values_bytes
+from elixir_moe.chunks.packing import ChunkSpec, Layout
+from elixir_moe.chunks.plan import Plan, Tier, reads_disk, tier_at
+from elixir_moe.chunks.residence import CACHED
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
+
+F_ALLOC = 0.95
+"""Usable fraction of device memory (v2, A.1)."""
+F_FRAG = 1.25
+"""Memory of activations, fragmentation included, relative to their bytes (v2, A.1)."""
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seconds:
+    """The time of a step on one rank, by cause."""
+
+    compute: float
+    """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
+    fetch: float
+    """Host to device; or reads and writes of the disk beside compute, if they take longer."""
+    offload: float
+    """Device to host."""
+    collectives: float
+    """Gathers and reductions between devices, hidden or not."""
+    exposed: float
+    """The part of `collectives` that compute does not hide."""
+    device_update: float
+    host_update: float
+    disk_update: float
+    """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
+    units: float = 0.0
+    """Host time of units, beside `compute`."""
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        updates = self.device_update + self.host_update + self.disk_update
+        return max(self.compute + self.units, self.fetch, self.offload) + self.exposed + updates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Bytes moved and elements updated in a step on one rank, in all of its backwards."""
+
+    fetched_bytes: int
+    """Shards of chunks in host memory or on disk, copied to the device."""
+    read_bytes: int
+    """The part of them that is read from disk: values on disk."""
+    offloaded_bytes: int
+    """Gradient shards copied to the host."""
+    summed_bytes: int
+    """fp32 sums of gradients that each backward writes to disk, and reads before from the second on."""
+    kept_bytes: int
+    """Inputs of checkpointed regions copied to the host, and back."""
+    device_numel: int
+    """Elements updated on the device."""
+    host_numel: int
+    """Elements updated in host memory."""
+    narrow_numel: tuple[int, int]
+    """Those of them, on the device and in host memory, whose master or moments have fewer bytes than fp32."""
+    disk_numel: int
+    """Elements updated on disk."""
+    disk_read_bytes: int
+    """Bytes that these updates read from the disk."""
+    disk_written_bytes: int
+    """Bytes that these updates write to the disk."""
+    collectives: tuple[tuple[tuple[int, ...], int, int], ...]
+    """(global ranks, bytes of chunks and gradients, number of gathers and reductions) of each process group."""
+    gathered_numel: int
+    """Elements of all chunks."""
+    units: int = 0
+    """Modules whose chunks are gathered together, in a backward."""
+
+
+def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
+    """U_allowed (v2, A.1): device memory left for the library, in bytes."""
+    return int(F_ALLOC * (capacity_bytes - profile.buffer_bytes - F_FRAG * activations(profile, 1.0)))
+
+
+def activations(profile: Profile, imbalance: float) -> int:
+    """Peak bytes of activations if the busiest rank gets `imbalance` times its even share of routed rows."""
+    return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
+
+
+def traffic(
+    plan: Plan,
+    layout: Layout,
+    loads: Iterable[int],
+    moments: int = 2,
+    *,
+    over_gloo: bool = False,
+    kept_bytes: int = 0,
+    units: int = 0,
+    accumulation: int = 1,
+) -> Traffic:
+    """The traffic of one step.
+
+    Args:
+        plan: the plan.
+        layout: its chunks.
+        loads: the cached chunks gathered in a step, once per gather.
+        moments: fp32 values the optimizer keeps per element.
+        over_gloo: whether reductions run over gloo.
+        kept_bytes: inputs of checkpointed regions in host memory.
+        units: the number of units.
+        accumulation: the backwards of a step, each of which reduces all gradients.
+    """
+    own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
+    gathers = Counter([*loads, *own])  # those with memory of their own once, and none of the frozen ones
+    bounds = plan.bounds(layout)
+    at: dict[Tier, list[ChunkSpec]] = {tier: [] for tier in Tier}
+    for chunk in layout.chunks:
+        at[tier_at(chunk.index, *bounds)].append(chunk)
+    trained = {tier: [chunk for chunk in chunks if chunk.key.trainable] for tier, chunks in at.items()}
+
+    def updated(tier: Tier, narrow: bool = False) -> int:
+        return sum(c.shard_numel for c in trained[tier] if not narrow or c.key.precision.is_narrow)
+
+    collective: dict[tuple[int, ...], list[int]] = {}
+
+    def count(chunk: ChunkSpec, nbytes: int, times: int) -> None:
+        if len(chunk.key.ranks) > 1:
+            of = collective.setdefault(chunk.key.ranks, [0, 0])
+            of[0], of[1] = of[0] + times * nbytes, of[1] + times
+
+    shared = {chunk.index for chunk in at[Tier.HOST] if plan.shares(chunk, Tier.HOST)}
+    for index, times in gathers.items():
+        gathered = layout.chunks[index]
+        count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
+    for chunk in layout.chunks:
+        if chunk.key.trainable:  # an all-reduce moves twice
+            times = accumulation * (1 if chunk.shards > 1 else 2)
+            count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
+
+    def fetched(chunks: Iterable[ChunkSpec]) -> int:
+        return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)
+
+    read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
+    record = sum(
+        spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
+        for chunk in trained[Tier.DISK]
+    )
+    whole = trained[Tier.DISK] if plan.values_on_disk else []
+    summed = sum(spilled_bytes(chunk.shard_numel, (GRADIENT,)) for chunk in whole)
+    return Traffic(
+        fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
+        read_bytes=fetched(read),
+        offloaded_bytes=accumulation * sum(map(values_bytes, trained[Tier.HOST] + trained[Tier.DISK])),
+        summed_bytes=summed,
+        kept_bytes=accumulation * kept_bytes,
+        device_numel=updated(Tier.DEVICE),
+        host_numel=updated(Tier.HOST),
+        narrow_numel=(updated(Tier.DEVICE, True), updated(Tier.HOST, True)),
+        disk_numel=updated(Tier.DISK),
+        disk_read_bytes=record + summed,
+        disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
+        collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
+        gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
+        units=units,
+    )
+
+
+def seconds(
+    profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
+) -> Seconds:
+    """The time of a step of `accumulation` backwards on `gpus` GPUs, of which `moved` is the traffic."""
+    links, fitted = hardware.links(gpus), hardware.fitted
+    flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
+    exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
+    exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
+    sent = [nbytes * (len(ranks) - 1) // len(ranks) for ranks, nbytes, _ in moved.collectives]
+    both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
+    collectives = sum(hardware.gather_seconds(*group) for group in moved.collectives)
+    v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
+    factors = hardware.narrow_update_on_device, hardware.narrow_update
+    on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
+    update = moved.disk_read_bytes, moved.disk_written_bytes
+    read_again = (accumulation - 1) * moved.summed_bytes
+    beside = moved.read_bytes + read_again, accumulation * moved.summed_bytes
+    disk, disk_beside = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, beside))
+    return Seconds(
+        compute=accumulation
+        * (
+            flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+            + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
+            + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
+            + exchange
+        ),
+        fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
+        offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
+        collectives=collectives,
+        exposed=fitted.exposed_collectives * collectives,
+        device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA),
+        host_update=(moved.host_numel + on_host) / v_c,
+        disk_update=max(moved.disk_numel / v_c, disk),
+        units=accumulation * moved.units * hardware.unit_us / 1e6,
+    )
+
+
+def tflops_per_gpu(profile: Profile, step_seconds: float, accumulation: int = 1) -> float:
+    """The paper's throughput of one GPU, 8·M·D operations a backward, in 1e12 a second (v2, 6.1)."""
+    return 8 * profile.parameters * profile.tokens * accumulation / step_seconds / 1e12
+
+
+def device_peak(profile: Profile, library_bytes: int, imbalance: float) -> int:
+    """Peak bytes of a device: the library's memory, buffers and activations."""
+    return library_bytes + profile.buffer_bytes + activations(profile, imbalance)

@@ -1,0 +1,401 @@
+"""The events of a traced step: memory allocated and freed, arithmetic, and the modules that run.
+
+Owns `Event`, and `Recorder`, which records operators, modules and gradients while a step runs on fake tensors.
+"""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from elixir_moe.chunks.step_order import (
+    ACCUMULATE,
+    AGAIN,
+    ENTER,
+    LEAVE,
+    LEAVE_AGAIN,
+    REACH,
+    READ,
+    READ_AGAIN,
+    UNPACK,
+    Happening,
+)
+from elixir_moe.moe.layer import MoE
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.parallel.meta_tensors import Recording, has_data
+from elixir_moe.planner.megatron_meta import is_mixture
+from elixir_moe.runtime.autograd import hook_outputs, in_backward, tensors_in
+from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
+from elixir_moe.runtime.units import Parts, reads_heard
+from elixir_moe.torch_private import (
+    COLLECTIVES,
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
+    GROUPED_MM,
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    group_of_name,
+    running_node,
+)
+
+aten = torch.ops.aten
+_PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
+"""Operators that read as much as they write, however large their source is."""
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+"""Products that torch's register of operations lacks, and those that it has in their place."""
+_PRODUCTS_INTO = (aten.mm.out, aten.addmm.out)
+_DEVICE = torch.ops.prim.device.default
+
+
+class Kind(Enum):
+    """The kind of an event beside those of `chunks.step_order.Happening`."""
+
+    MEMORY = auto()
+    """Bytes allocated, or freed if negative."""
+    OPERATOR = auto()
+    MIX = auto()
+    """A mixture layer begins; `nbytes` is its number of tokens."""
+    MIX_AGAIN = auto()
+    SENT = auto()
+    """A collective of the model itself; `name` lists its ranks."""
+    KEEP = auto()
+    """A checkpointed region keeps inputs of `nbytes`, which may go to host memory."""
+    ASK = auto()
+    """A region asks for its inputs in backward."""
+    BOUNDARY = auto()
+    """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` numbers the
+    periods, three for each cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a step."""
+
+    kind: Kind | Happening
+    name: str = ""
+    """The module's name in the model."""
+    params: tuple[str, ...] = ()
+    """The parameters' names."""
+    with_grad: bool = True
+    """Whether autograd records what begins or ends."""
+    run: int = 0
+    """As `StepEvent.run`."""
+    same: bool = False
+    """As `StepEvent.same`."""
+    nbytes: int = 0
+    flops: int = 0
+    traffic: int = 0
+
+
+def peak_of(events: Iterable[Event]) -> int:
+    """The most bytes allocated at once."""
+    return max(accumulate((event.nbytes for event in events if event.kind is Kind.MEMORY), initial=0))
+
+
+def kept_of(events: Iterable[Event]) -> tuple[list[int], list[int]]:
+    """(bytes that each checkpointed region keeps, peak bytes if those of the first n are in host memory, n from 0 on).
+
+    As in `runtime.host_checkpoints`, inputs leave when the next region keeps its own, and begin to come back when the
+    next region asks for its own. Both are empty if regions do not ask in the reverse order.
+    """
+    live, kept, asked = [0], list[tuple[int, int]](), list[int]()
+    for event in events:
+        if event.kind is Kind.MEMORY:
+            live.append(live[-1] + event.nbytes)
+        elif event.kind is Kind.KEEP:
+            kept.append((event.nbytes, len(live)))
+        elif event.kind is Kind.ASK:
+            asked.append(len(live))
+            if len(asked) > len(kept) or event.nbytes != kept[-len(asked)][0]:
+                return [], []
+    if len(asked) != len(kept):
+        return [], []
+    held, asked = torch.tensor(live), asked[::-1]
+    peaks = [int(held.max())]
+    for region in range(len(kept)):
+        if region + 1 < len(kept):
+            held[kept[region + 1][1] : asked[region + 1]] -= kept[region][0]
+        peaks.append(int(held.max()))
+    return [nbytes for nbytes, _ in kept], peaks
+
+
+class Recorder(Recording):
+    """Records the events of whatever runs inside it. The model's parameters and buffers do not count as memory."""
+
+    def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.alive = 0
+        """Number of storages allocated inside it that are still alive."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._region: tuple[int, list[int]] = (-1, [0])
+        self._listening = True
+        self._handles: list[Any] = []
+        self._running = 0
+        """Number of parts and reads that run in forward: what they save is rebuilt where backward wants it."""
+        self._runs: Counter[str] = Counter()
+        """By part: number of runs that have ended in forward."""
+        self._operator: int | None = None
+        """Number of the node of autograd that has unpacked a parameter last."""
+        self._name_of: dict[Any, str] = {}
+        """The names of the parameters that replace the model's while it is traced."""
+        self._storages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """The same by their storages."""
+        self._model, self._parts, self._boundaries = model, parts, boundaries
+        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+        self._places = {
+            p: (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None
+        }
+        self._reading = ExitStack()
+        self._mixtures = [
+            (name, module) for name, module in model.named_modules() if isinstance(module, MoE) or is_mixture(module)
+        ]
+
+    def __enter__(self) -> Self:
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._known.add(local_of(tensor).untyped_storage())
+        # Fake parameters replace the model's while it is traced.
+        present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
+        for p, name in self._names.items():
+            self._name_of[present[p]] = name
+            self._storages[local_of(present[p]).untyped_storage()] = name
+        for number, (first, last) in enumerate(self._boundaries):
+            self._mark_boundary(first, last, number)
+        for name, module in zip(self._parts.names, self._parts.modules, strict=True):
+            self._listen(module, name, ENTER, AGAIN)
+            leave = module.register_forward_hook(self._leaves(name), always_call=True)  # a recomputation stops early
+            self._handles.append(leave)
+        for name, module in self._mixtures:
+            self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
+        self._reading.enter_context(self._reads_heard(present))
+        self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._reading.close()
+        self._listening = False
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") for kind in types):
+            return NotImplemented  # the operator of a DTensor is dispatched again for its local tensors
+        kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(
+            args[0], FakeTensor
+        ):  # autograd asks for it more often than all operators run
+            return args[0].fake_device
+        with DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
+            out = _computed(func, args, kwargs)
+        made = [t for t in tensors_in(out) if self._take(t)]
+        packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
+        if func.namespace in COLLECTIVES:
+            self.events += _sent(func, args, out)
+            return out
+        if packet in flop_registry or packet in _UNREGISTERED:
+            self.events.append(Event(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+        elif made or func._schema.is_mutable:
+            written = sum(_nbytes(t) for t in tensors_in(out))
+            read = (
+                written
+                if packet in _PICKS_ROWS
+                else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
+            )
+            if "empty" not in packet.__name__:
+                self.events.append(Event(Kind.OPERATOR, traffic=read + written))
+        return out
+
+    def _take(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is new; of a sparse one, nothing is known."""
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return False
+        self._known.add(storage)
+        self.alive += 1
+        nbytes = storage.nbytes()
+        self.events.append(Event(Kind.MEMORY, nbytes=nbytes))
+        weakref.finalize(storage, self._give_back, nbytes).atexit = False
+        return True
+
+    def _give_back(self, nbytes: int) -> None:
+        self.alive -= 1
+        if self._listening:
+            self.events.append(Event(Kind.MEMORY, nbytes=-nbytes))
+
+    def _listen(self, module: nn.Module, name: str, forward: Kind | Happening, backward: Kind | Happening) -> None:
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+            rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
+            kind = backward if in_backward() else forward
+            self._running += kind is ENTER
+            self.events.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+
+    def _reads_heard(self, present: Mapping[Any, Any]) -> AbstractContextManager[None]:
+        @contextmanager
+        def read(parameters: Sequence[Tensor]) -> Iterator[None]:
+            kind = READ_AGAIN if in_backward() else READ
+            names = tuple(self._name_of[p] for p in parameters)
+            self.events.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
+            self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
+
+        owned = zip(self._parts.modules, self._parts.parameters, strict=True)
+        return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
+
+    def _leaves(self, name: str) -> Any:
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            run = -1
+            if not in_backward():
+                run = self._runs[name]
+                self._runs[name] += 1
+                self._running -= 1
+                self.events.append(Event(LEAVE, name, with_grad=torch.is_grad_enabled()))
+            else:
+                self.events.append(Event(LEAVE_AGAIN, name))
+            hook_outputs(output, lambda _: self.events.append(Event(REACH, name, run=run)))
+
+        return leave
+
+    def _mark_boundary(self, first: nn.Module, last: nn.Module, number: int) -> None:
+        """Records when forward enters `first` and when backward reaches the output of `last`."""
+
+        def enter(*_: object) -> None:
+            if not in_backward():
+                self.events.append(Event(Kind.BOUNDARY, "forward", nbytes=number))
+
+        def leave(_: nn.Module, args: object, output: object) -> None:
+            whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
+            if whose:
+                whose[0].register_hook(lambda _: self.events.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
+
+        self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
+
+    def _saved(self, tensor: Tensor) -> "_Saved":
+        """Notes parameters among the saved tensors, and records what checkpointed regions keep."""
+        whole = tensor if tensor.is_leaf else tensor.detach()
+        local = local_of(tensor)
+        if self._running and local.layout is torch.strided:
+            with DisableTorchFunctionSubclass():
+                name = self._storages.get(local.untyped_storage())
+            if name is not None:
+                return _Saved(whole, parameter=name)
+        region = None
+        if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
+            self._kept.add(tensor.untyped_storage())
+            number, region = self._region
+            if number != region_number():
+                region = [0]
+                self._region = region_number(), region
+                self.events.append(Event(Kind.KEEP))
+            region[0] += _nbytes(tensor)
+            self.events[-1] = Event(Kind.KEEP, nbytes=region[0])
+        return _Saved(whole, region=region)
+
+    def _asked(self, saved: "_Saved") -> Tensor:
+        if saved.parameter is not None:
+            number = running_node()
+            self.events.append(Event(UNPACK, params=(saved.parameter,), same=number == self._operator))
+            self._operator = number
+        elif saved.region and saved.region[0]:
+            self.events.append(Event(Kind.ASK, nbytes=saved.region[0]))
+            saved.region[0] = 0
+        return saved.tensor
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Frees the gradient, as the runtime does by moving it into its block at once."""
+        parameter.grad = None
+        self.events.append(Event(ACCUMULATE, params=(self._name_of[parameter],)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor that autograd has saved."""
+
+    tensor: Tensor
+    parameter: str | None = None
+    """The parameter that it views."""
+    region: list[int] | None = None
+    """The bytes that its checkpointed region keeps, shared by the region's inputs."""
+
+
+def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
+    """The event of a collective over several ranks; none for one rank, or for an operator that only waits."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    if "process_group" in named:
+        group = dist.ProcessGroup.unbox(named["process_group"])
+    elif "group_name" in named:
+        group = group_of_name(named["group_name"])
+    else:
+        return []
+    if group.size() == 1:
+        return []
+    name = func._overloadpacket.__name__
+    twice = 1 + ("reduce" in name and "scatter" not in name)
+    largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
+    return [Event(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operator returns; of a product that is written to a given tensor, nothing is inferred."""
+    if func in _PRODUCTS_INTO and not has_data(kwargs["out"]):
+        return kwargs["out"]
+    return _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
+
+
+def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
+    """A grouped matrix product. On fake tensors, torch infers the shape for bf16 only, though it multiplies others."""
+    if has_data(a) or a.dtype is torch.bfloat16:
+        out: Tensor = func(a, b, offsets, *rest, **kwargs)
+        return out
+    if a.dim() == b.dim() == 2:
+        assert offsets is not None, "two matrices are cut by offsets"
+        return a.new_empty(offsets.numel(), a.shape[0], b.shape[1])
+    rows = a.shape[:-1] if b.dim() == 3 else a.shape[1:-1]
+    return a.new_empty(*rows, b.shape[-1])
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is GROUPED_MM:  # each row is multiplied by the matrix of its group only
+        a, b = args[:2]
+        return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
+    backward = packet is FLASH_ON_CPU_BACKWARD
+    query, key = args[1:3] if backward else args[:2]
+    causal = kwargs.get("is_causal", (args[7] if len(args) > 7 else False) if backward else len(args) > 4 and args[4])
+    forward = 4 * math.prod(query.shape) * key.shape[-2]
+    return int(forward * (2.5 if backward else 1) * (0.5 if causal else 1))  # five products where forward has two
+
+
+_UNREGISTERED = (
+    GROUPED_MM,
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
+)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

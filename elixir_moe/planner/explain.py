@@ -1,0 +1,66 @@
+"""Explains a plan in words and numbers that a person can check.
+
+Owns the text. Computes only the saving of each choice: the step without that choice, priced like the plan itself.
+"""
+
+from dataclasses import replace
+
+from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
+from elixir_moe.errors import PlanError
+from elixir_moe.planner import cost
+from elixir_moe.planner.solve import Choice, price
+
+
+def explained(choice: Choice) -> Plan:
+    """The plan of a choice, with its explanation."""
+    return replace(choice.plan, explanation=explain(choice))
+
+
+def explain(choice: Choice) -> str:
+    """The plan, its memory and time on one rank, and the time that each choice saves."""
+    task, plan, layout, size, seconds = choice.task, choice.plan, choice.layout, choice.size, choice.seconds
+    blocks, chunks, (device_bytes, host_bytes) = plan.blocks(layout), len(layout.chunks), task.held_bytes(size)
+    tflops = cost.tflops_per_gpu(task.profile, seconds.step, task.accumulation)
+    activations = cost.activations(task.profile, task.imbalance)
+    kept = [
+        f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
+        f"{len(task.profile.kept)} checkpointed regions"
+    ] * bool(task.kept_regions)
+    lines = [
+        f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
+        f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
+        f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
+        f"memory, {choice.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
+        f"device    {size_text(device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
+        f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
+        f"{size_text(task.capacity_bytes)} there are",
+        f"host      {size_text(host_bytes)} "
+        + ("in the same memory" if task.hardware.one_memory else f"a rank of {size_text(task.host_bytes)}"),
+        *kept,
+        f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
+        f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
+        f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "
+        f"{seconds_text(seconds.offload)}, exposed collectives {seconds_text(seconds.exposed)}, updates "
+        f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host, "
+        f"{seconds_text(seconds.disk_update)} on disk",
+    ]
+    others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}
+    if plan.offloaded and plan.device_chunks:
+        on_disk = plan.disk_chunks + 1 if task.hardware.one_memory and plan.disk_chunks else plan.disk_chunks
+        others["one chunk fewer on the device"] = replace(
+            plan, device_chunks=plan.device_chunks - 1, disk_chunks=on_disk
+        )
+    if plan.disk_chunks and not task.hardware.one_memory:
+        others["one chunk more on disk"] = replace(plan, disk_chunks=plan.disk_chunks + 1)
+    if task.kept_regions:
+        others["inputs of one checkpointed region fewer in host memory"] = replace(
+            plan, host_checkpoints=task.kept_regions - 1
+        )
+    for change, other in others.items():
+        try:
+            slower = price(task, other).seconds.step - seconds.step
+        except PlanError:
+            lines.append(f"saves     {change} cannot carry the step")
+        else:
+            lines.append(f"saves     {seconds_text(slower)} against {change}")
+    return "\n".join(lines)

@@ -1,0 +1,302 @@
+"""The speed of a machine: figures from a file that ships with the package or that the user gives.
+
+Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
+Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
+
+Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `one_memory`;
+`unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give for single process groups what `by_gpus`
+gives by number of ranks; `origins`; and `mean_error`.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.records import ABOVE_0, Check, at_least, build
+
+_GIGA = 1e9
+ORIGINS = ("measured", "data sheet", "assumed", "given")
+"""Where a figure may come from; "given" is what the user says of the machine."""
+NARROW_UPDATE = 1.2
+"""`Hardware.narrow_update` where nobody has measured it, for a bf16 master and moments of 8 bits: arithmetic bounds it,
+and memory bounds an update in fp32."""
+NARROW_UPDATE_ON_DEVICE = 44.0
+"""`Hardware.narrow_update_on_device` where nobody has measured it: by the bytes that torch's operators move."""
+_Origin = Annotated[str, Check(f"one of {', '.join(ORIGINS)}", ORIGINS.__contains__)]
+_Name = Annotated[str, Check("the name of a figure", lambda name: name in _figures())]
+_Speed = Annotated[float, ABOVE_0]
+_Bytes = Check(f"bytes (64 GiB are {64 * 2**30})", lambda n: 2**20 <= n < 2**62)  # fewer are of another unit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """The combined speed of n GPUs that work at the same time."""
+
+    b_c2g: _Speed
+    """Host to device, 1e9 bytes a second."""
+    b_g2c: _Speed
+    """Device to host, 1e9 bytes a second."""
+    v_g: _Speed
+    """Adam on the devices, 1e9 parameters a second."""
+    v_c: _Speed
+    """Adam on the host, 1e9 parameters a second."""
+    b_g2g: Annotated[float | None, ABOVE_0] = None
+    """Between devices, 1e9 bytes a second; None for one GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """Measured speed of gathers and reductions over one process group."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the process group."""
+    latency_us: _Speed
+    """Fixed time of a collective, in microseconds."""
+    bandwidth: _Speed
+    """Bandwidth beyond that, in 1e9 bytes of gathered chunks a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """Four constants that no data sheet gives, fitted to a machine, or corrected by the steps of one model on it."""
+
+    device_efficiency: _Speed
+    """Fraction of the device's peaks, for matrix products and memory traffic alike, that kernels reach."""
+    exposed_collectives: _Speed
+    """Fraction of the time of gathers and reductions that compute does not hide."""
+    host_update_slowdown: _Speed
+    """Time of an update in host memory within a step, relative to Adam alone: unscaling, casts, page faults."""
+    overhead_ns_per_parameter: _Speed
+    """Nanoseconds a step takes per gathered parameter, whatever the batch: launches, hooks, copies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A machine, or a cluster of equal ones."""
+
+    name: str
+    gpu_bytes: Annotated[int, _Bytes]
+    """Memory of one GPU."""
+    cpu_bytes: Annotated[int, _Bytes]
+    """Host memory of one node."""
+    gpus_per_node: Annotated[int, at_least(1)]
+    peak_tflops: _Speed
+    """Peak of matrix products of one GPU in the compute dtype, by its data sheet, in 1e12 operations a second."""
+    memory_bandwidth: _Speed
+    """Bandwidth of device memory of one GPU, by its data sheet, in 1e9 bytes a second."""
+    fitted: Fitted
+    by_gpus: Annotated[dict[Annotated[int, at_least(1)], Links], Check("figures for one number of GPUs or more", bool)]
+    """By number of GPUs."""
+    node_bandwidth: Annotated[float | None, ABOVE_0] = None
+    """Bandwidth of a node's network, each way, in 1e9 bytes a second; None if there is one node."""
+    disk_bytes: Annotated[int | None, _Bytes] = None
+    """Bytes for shards on a node's disks; None if there are none."""
+    disk_read: Annotated[float | None, ABOVE_0] = None
+    """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes a second; None if unknown."""
+    disk_write: Annotated[float | None, ABOVE_0] = None
+    peer_to_peer: bool = True
+    """GPUs of a node reach each other's memory. Without it, what they gather and reduce crosses the host link both
+    ways, beside what is fetched and offloaded."""
+    one_memory: bool = False
+    """GPU and host have the same memory, so that `gpu_bytes` of each GPU of a node are its `cpu_bytes`. There is
+    nothing to offload to but a disk."""
+    unit_us: _Speed = 60.0
+    """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
+    narrow_update: _Speed = NARROW_UPDATE
+    """Time of an update whose master or moments have fewer bytes than fp32, over one in fp32, on the host."""
+    narrow_update_on_device: _Speed = NARROW_UPDATE_ON_DEVICE
+    """The same on the device, where it is made of torch's operators, unless the device is the CPU."""
+    wires: tuple[Wire, ...] = ()
+    """Process groups that were measured."""
+    origins: Mapping[_Name, _Origin] = field(default_factory=dict)
+    """{name of a figure: one of `ORIGINS`}; of a figure that is not listed it is unknown."""
+    mean_error: Annotated[float | None, ABOVE_0] = None
+    """Mean relative error of predicted steps, on steps measured on this machine; None if none was measured."""
+
+    def of_origin(self, origin: str) -> list[str]:
+        """The names of the figures that come from there."""
+        return [name for name, found in self.origins.items() if found == origin]
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """A machine that ships with the package, or the one in the file at that path.
+
+        Raises:
+            ConfigError: neither exists (the nearest name is suggested), or the file is invalid.
+        """
+        folder = resources.files("elixir_moe.planner").joinpath("machines")
+        known = sorted(path.name.removesuffix(".json") for path in folder.iterdir() if path.name.endswith(".json"))
+        if name in known:
+            return cls.parse(folder.joinpath(f"{name}.json").read_text(encoding="utf-8"), name)
+        path = Path(os.path.expanduser(name))
+        if path.is_file():
+            try:
+                return cls.parse(path.read_text(encoding="utf-8"), name)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"hardware {name!r} cannot be read: {error}") from error
+        raise nothing_called("hardware or file", name, known)
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> Self:
+        """The machine in the JSON of a hardware file.
+
+        Raises:
+            ConfigError: figures are missing, unknown or out of range; the message names all of them.
+        """
+        try:
+            data = json.loads(text, parse_float=_number)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"hardware {name!r} is not valid JSON: {error}") from error
+        found = build(
+            cls,
+            _without_notes(data),
+            noun="figure",
+            error=lambda text: ConfigError(f"hardware {name!r}: {text}"),
+            name=name,
+        )
+        lacks = [f"by_gpus.{n}.b_g2g" for n, links in found.by_gpus.items() if n > 1 and links.b_g2g is None]
+        if found.disk_bytes is not None:
+            lacks += [key for key in ("disk_read", "disk_write") if getattr(found, key) is None]
+        if lacks:
+            raise ConfigError(f"hardware {name!r}: {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} missing")
+        if found.node_bandwidth is None and max(found.by_gpus) > found.gpus_per_node:
+            raise ConfigError(
+                f"hardware {name!r}: by_gpus has figures for {max(found.by_gpus)} GPUs, and gpus_per_node is "
+                f"{found.gpus_per_node}: raise that, or give node_bandwidth"
+            )
+        if found.one_memory and found.cpu_bytes != found.gpus_per_node * found.gpu_bytes:
+            raise ConfigError(
+                f"hardware {name!r}: with one_memory, cpu_bytes must be gpus_per_node x gpu_bytes = "
+                f"{found.gpus_per_node * found.gpu_bytes}, got {found.cpu_bytes}"
+            )
+        return replace(found, by_gpus=dict(sorted(found.by_gpus.items())))
+
+    def to_json(self) -> str:
+        """The inverse of `parse`."""
+        figures = {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
+        for links in figures["by_gpus"].values():
+            if links["b_g2g"] is None:
+                del links["b_g2g"]
+        return json.dumps(figures, indent=2)
+
+    def links(self, gpus: int) -> Links:
+        """The figures for `gpus` GPUs: from the file, or interpolated linearly between two of the file.
+
+        Figures of n whole nodes are n times those of one node; traffic between nodes is left to `node_bandwidth`.
+
+        Raises:
+            ConfigError: the file has no figures for that many.
+        """
+        if gpus in self.by_gpus:
+            return self.by_gpus[gpus]
+        if self.node_bandwidth is not None and gpus > self.gpus_per_node and gpus % self.gpus_per_node == 0:
+            node, nodes = self.links(self.gpus_per_node), gpus // self.gpus_per_node
+            return Links(b_c2g=nodes * node.b_c2g, b_g2c=nodes * node.b_g2c, v_g=nodes * node.v_g, v_c=nodes * node.v_c)
+        low = max((n for n in self.by_gpus if n < gpus), default=None)
+        high = min((n for n in self.by_gpus if n > gpus), default=None)
+        if low is None or high is None:
+            raise ConfigError(
+                f"hardware {self.name!r} lacks by_gpus.{gpus}: it has figures for "
+                f"{', '.join(map(str, self.by_gpus))} GPUs{self._of_nodes()}"
+            )
+        a, b, part = self.by_gpus[low], self.by_gpus[high], (gpus - low) / (high - low)
+
+        def between(x: float, y: float) -> float:
+            return x + part * (y - x)
+
+        g2g = b.b_g2g if a.b_g2g is None or b.b_g2g is None else between(a.b_g2g, b.b_g2g)
+        return Links(
+            b_c2g=between(a.b_c2g, b.b_c2g),
+            b_g2c=between(a.b_g2c, b.b_g2c),
+            v_g=between(a.v_g, b.v_g),
+            v_c=between(a.v_c, b.v_c),
+            b_g2g=g2g,
+        )
+
+    def _of_nodes(self) -> str:
+        """What a larger number of GPUs needs."""
+        if self.node_bandwidth is not None:
+            return f" and for whole nodes, multiples of {self.gpus_per_node}"
+        return "; more nodes need node_bandwidth, which --gpu has for the GPUs of data centers"
+
+    def host_bytes_per_rank(self, gpus: int) -> int:
+        """Host memory of each of `gpus` ranks: a node's, divided among the ranks on it."""
+        return self.cpu_bytes // min(gpus, self.gpus_per_node)
+
+    def disk_bytes_per_rank(self, gpus: int) -> int:
+        """Disk space of each of `gpus` ranks: a node's, divided among the ranks on it."""
+        return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
+
+    def disk_seconds(self, read: int, written: int, gpus: int) -> float:
+        """Time for each of `gpus` ranks to read so many bytes from its node's disks, and to write so many.
+
+        Raises:
+            ConfigError: the file has no speed of the disks.
+        """
+        if self.disk_read is None or self.disk_write is None:
+            missing = [name for name in ("disk_read", "disk_write") if getattr(self, name) is None]
+            raise ConfigError(f"hardware {self.name!r} lacks {', '.join(missing)}, which chunks on disk need")
+        ranks = min(gpus, self.gpus_per_node)
+        return ranks * (read / self.disk_read + written / self.disk_write) / _GIGA
+
+    def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
+        """Time of all-gathers, or reduce-scatters, of chunks over one process group.
+
+        Between nodes, data goes around a ring on which each node forwards all but its own part; the process groups of
+        the node's other ranks share the network.
+
+        Args:
+            ranks: the global ranks.
+            nbytes: total bytes of the gathered chunks.
+            times: number of collectives.
+        """
+        wire = next((wire for wire in self.wires if wire.ranks == tuple(ranks)), None)
+        if wire is not None:
+            return times * wire.latency_us / 1e6 + nbytes / (wire.bandwidth * _GIGA)
+        return self._moved_seconds(ranks, nbytes, nbytes)
+
+    def exchange_seconds(self, ranks: Sequence[int], nbytes: int) -> float:
+        """Time of all-to-alls with `nbytes` from every rank, its own part included."""
+        nodes = self._nodes(ranks)
+        return self._moved_seconds(ranks, nbytes, nbytes * len(ranks) / nodes)
+
+    def _moved_seconds(self, ranks: Sequence[int], nbytes: float, node_bytes: float) -> float:
+        """Each rank sends (n - 1) / n of `nbytes` within its node, each of m nodes (m - 1) / m of `node_bytes` out."""
+        nodes = self._nodes(ranks)
+        members = len(ranks) // nodes
+        within = across = 0.0
+        if members > 1:
+            bandwidth = self.links(members).b_g2g
+            assert bandwidth is not None, "links() has b_g2g for every number but 1, up to a node's"
+            within = nbytes * (members - 1) / (bandwidth * _GIGA)
+        if nodes > 1:
+            assert self.node_bandwidth is not None, "one node otherwise"
+            alike = self.gpus_per_node / members
+            across = node_bytes * (nodes - 1) / nodes * alike / (self.node_bandwidth * _GIGA)
+        return max(within, across)
+
+    def _nodes(self, ranks: Sequence[int]) -> int:
+        """The number of nodes that the ranks span."""
+        return 1 if self.node_bandwidth is None else len({rank // self.gpus_per_node for rank in ranks})
+
+
+def _figures() -> set[str]:
+    return {*Hardware.__dataclass_fields__, *Links.__dataclass_fields__}
+
+
+def _without_notes(data: Any) -> Any:
+    """Plain data without keys that begin with an underscore."""
+    if not isinstance(data, dict):
+        return data
+    return {key: _without_notes(value) for key, value in data.items() if not key.startswith("_")}
+
+
+def _number(text: str) -> int | float:
+    """A number of JSON with a point or an exponent: a whole one if it is one, as 64e9 bytes are."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -1,0 +1,174 @@
+"""Identical layers: which of them a trace may leave out, and how the missing events are filled in.
+
+Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the events.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from elixir_moe.chunks.step_order import READ
+from elixir_moe.parallel.rules import pattern_of
+from elixir_moe.planner.events import Event, Kind
+
+_LONGEST_PERIOD = 4
+_FEWEST_PERIODS = 4
+"""Three periods are traced, so a shorter run is not worth cutting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A run of identical layers in a list, of which the first two periods and the last one are traced."""
+
+    layers: nn.ModuleList
+    name: str
+    """The list's name in the model."""
+    start: int
+    """Index of the first layer."""
+    period: int
+    """Number of layers after which the run repeats."""
+    periods: int
+    """Number of periods."""
+
+    @property
+    def boundaries(self) -> list[tuple[nn.Module, nn.Module]]:
+        """(first, last) layer of each traced period."""
+        starts = [self.start + k * self.period for k in (0, 1, self.periods - 1)]
+        return [(self.layers[s], self.layers[s + self.period - 1]) for s in starts]
+
+    def _layer(self, period: int, j: int) -> str:
+        return f"{self.name}.{self.start + period * self.period + j}"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While open, the list lacks the periods between the second and the last."""
+        everything = dict(self.layers._modules)
+        gone = range(self.start + 2 * self.period, self.start + (self.periods - 1) * self.period)
+        kept = [layer for i, layer in enumerate(everything.values()) if i not in gone]
+        self.layers._modules = {str(i): layer for i, layer in enumerate(kept)}
+        try:
+            yield
+        finally:
+            self.layers._modules = everything
+
+    def renamed(self, events: Sequence[Event], moved: Mapping[int, int]) -> list[Event]:
+        """The events, with the names of layers of period `p` replaced by those of period ``moved[p]``."""
+        names = {self._layer(p, j): self._layer(q, j) for p, q in moved.items() for j in range(self.period)}
+
+        def rename(name: str) -> str:
+            for old, new in names.items():
+                if name == old or name.startswith(old + "."):
+                    return new + name[len(old) :]
+            return name
+
+        return [
+            replace(event, name=rename(event.name), params=tuple(map(rename, event.params)))
+            if event.name or event.params
+            else event
+            for event in events
+        ]
+
+
+def cuts_of(model: nn.Module) -> list[Cut]:
+    """The run of identical layers in each list of layers that saves most; lists inside such a run are left alone."""
+    found: list[Cut] = []
+
+    def walk(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            inner = f"{name}.{child_name}".lstrip(".")
+            run = _longest_run(_signatures(list(child))) if isinstance(child, nn.ModuleList) else None
+            if run is not None and isinstance(child, nn.ModuleList):
+                start, period, periods = run
+                found.append(Cut(layers=child, name=inner, start=start, period=period, periods=periods))
+            else:
+                walk(child, inner)
+
+    walk(model, "")
+    return found
+
+
+def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
+    """The events as if every layer had been traced; None if the traced periods do not determine the others."""
+    replaced: list[tuple[int, int, list[Event]]] = []
+    for number, cut in enumerate(cuts):
+        where: dict[tuple[str, int], int] = {}
+        for position, event in enumerate(events):
+            if event.kind is Kind.BOUNDARY and event.nbytes // 3 == number:
+                if (event.name, event.nbytes % 3) in where:
+                    return None  # a layer runs twice
+                where[event.name, event.nbytes % 3] = position
+        order = [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
+        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(events, cut, where):
+            return None
+        extra = range(2, cut.periods - 1)
+        forward = events[where["forward", 1] : where["forward", 2]]
+        backward = events[where["backward", 1] : where["backward", 0]]
+        # Hooks on an output that is an inner module's too run before the boundary: they are of the period before.
+        last = cut.renamed(events[where["backward", 2] : where["backward", 1]], {1: cut.periods - 2})
+        between = [m for k in reversed(extra) for m in cut.renamed(backward, {1: k, 0: k - 1})]
+        forwards = [m for k in extra for m in cut.renamed(forward, {1: k})]
+        replaced.append((where["forward", 2], where["forward", 2], forwards))
+        replaced.append((where["backward", 2], where["backward", 1], [*last, *between]))
+    whole = list(events)
+    for start, stop, instead in sorted(replaced, key=lambda item: -item[0]):
+        whole[start:stop] = instead
+    return whole
+
+
+def _read_elsewhere(events: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
+    """Whether parameters of a traced period are read outside it: parameters of other periods may be read too."""
+    for number, period in enumerate((0, 1, cut.periods - 1)):
+        first = cut.start + period * cut.period
+        prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
+        inside = range(where["forward", number], where.get(("forward", number + 1), len(events)))
+        for position, event in enumerate(events):
+            its = event.kind is READ and any(name.startswith(prefixes) for name in event.params)
+            if its and position not in inside:
+                return True
+    return False
+
+
+def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
+    """(start, period, periods) of the run that saves the most layers; None if there is none."""
+    best: tuple[int, tuple[int, int, int]] | None = None
+    for period in range(1, _LONGEST_PERIOD + 1):
+        start = 0
+        while start + period < len(signatures):
+            stop = start + period
+            while stop < len(signatures) and signatures[stop] == signatures[stop - period]:
+                stop += 1
+            periods = (stop - start) // period
+            saved = (periods - 3) * period
+            if periods >= _FEWEST_PERIODS and (best is None or saved > best[0]):
+                best = saved, (start, period, periods)
+            start = max(start + 1, stop - period)
+    return None if best is None else best[1]
+
+
+def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
+    """Everything that the execution of each layer may depend on, except settings that only number the layers."""
+    settings = [
+        {(name, key): value for name, m in layer.named_modules() for key, value in vars(m).items() if _is_plain(value)}
+        for layer in layers
+    ]
+    counting = {
+        key
+        for key, value in (settings[0] if settings else {}).items()
+        if type(value) is int and all(s.get(key) == value + i for i, s in enumerate(settings))
+    }
+    return [
+        (
+            {key: value for key, value in mine.items() if key not in counting},
+            [(name, type(module)) for name, module in layer.named_modules()],
+            [(name, p.shape, p.dtype, p.requires_grad, pattern_of(p)) for name, p in layer.named_parameters()],
+            [(name, b.shape, b.dtype) for name, b in layer.named_buffers()],
+        )
+        for layer, mine in zip(layers, settings, strict=True)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))

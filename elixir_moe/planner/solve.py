@@ -1,0 +1,611 @@
+"""Searches for the best plan: chunk length, blocks of the rCache, and the tier of every chunk.
+
+Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
+policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure; `cost` prices, `explain` explains.
+Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from elixir_moe.chunks.cache_policy import Schedule, gathers
+from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
+from elixir_moe.chunks.packing import (
+    FUSE_BELOW,
+    Layout,
+    alignment,
+    best_chunk_numel,
+    build_layout,
+    bytes_together,
+    elements_for_one,
+)
+from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
+from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
+from elixir_moe.chunks.settle import Homes
+from elixir_moe.chunks.step_order import units_moved
+from elixir_moe.errors import PlanError
+from elixir_moe.planner import cost
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
+
+_LENGTH_SPAN = 4
+"""Longest chunk tried, in multiples of the largest parameter: longer ones only make the rCache coarser."""
+_LENGTHS = 12
+"""Number of chunk lengths tried for a large model, those with the least waste first."""
+_PARAMETERS = 4000
+"""For a small model, this divided by its number of parameters: the length with the least waste is not always best."""
+_ALIKE = 3
+"""The backward of a step, counted from 1, that gathers what all later ones do."""
+_DENSE = 48
+"""If there are at most this many candidate numbers of blocks, all are tried; else a grid, refined near the best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A planning problem: a step on a machine."""
+
+    profile: Profile
+    hardware: Hardware
+    gpus: int
+    capacity_bytes: int
+    """Memory of one device, in bytes; where that is the host's memory (`Hardware.one_memory`), a rank's part of it."""
+    host_bytes: int
+    """Host memory of one rank, in bytes; 0 where it is the device's."""
+    disk_bytes: int | None = 0
+    """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
+    moments: int = 2
+    """fp32 values the optimizer keeps per element."""
+    over_gloo: bool = False
+    """Reductions run over gloo."""
+    imbalance: float = 1.0
+    """Routed rows of the busiest rank, in multiples of an even share."""
+    accumulation: int = 1
+    """Backwards per step; with more than one, gradients are summed in fp32."""
+    kept_regions: int = 0
+    """Checkpointed regions whose inputs are in host memory, the first ones; see `keeping`."""
+
+    def __post_init__(self) -> None:
+        assert not (self.hardware.one_memory and self.host_bytes), "one memory is counted once"
+
+    def keeping(self, most: float) -> "Task":
+        """This problem, if inputs of so many checkpointed regions are in host memory.
+
+        Activations on the device are fewer then, and so is the host memory left.
+        """
+        regions = int(min(most, len(self.profile.kept)))
+        if regions == self.kept_regions:
+            return self
+        profile = replace(self.profile, activation_bytes=self.profile.kept_peaks[regions])
+        host_bytes = self.host_bytes + self.kept_bytes - sum(self.profile.kept[:regions])
+        return replace(self, profile=profile, host_bytes=host_bytes, kept_regions=regions)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of these inputs."""
+        return sum(self.profile.kept[: self.kept_regions])
+
+    @property
+    def allowed_bytes(self) -> int:
+        """U_allowed: device memory the library may hold, in bytes."""
+        surplus = cost.activations(self.profile, self.imbalance) - self.profile.activation_bytes
+        return cost.allowed_bytes(self.profile, self.capacity_bytes) - int(cost.F_ALLOC * cost.F_FRAG * surplus)
+
+    def held_bytes(self, size: Footprint) -> tuple[int, int]:
+        """(device bytes, host bytes) that the library holds, accumulators included if there are any."""
+        return size.memory_bytes(self.accumulation)
+
+    def missing_bytes(self, device: int, host: int) -> dict[Tier, int]:
+        """{tier: bytes that a plan with so many bytes in each lacks}, 0 or less where there are enough.
+
+        In one memory, what the library holds outside the device's part, such as buffers of the disk, lacks there too.
+        """
+        if self.hardware.one_memory:
+            both = device + host - self.allowed_bytes
+            return {Tier.DEVICE: both, Tier.HOST: min(both, 0)}
+        return {Tier.DEVICE: device - self.allowed_bytes, Tier.HOST: host - self.host_bytes}
+
+    def footprint(self, plan: Plan, layout: Layout) -> Footprint:
+        """The bytes of `plan`, whose layout it is."""
+        return footprint(plan, layout, moments=self.moments, over_gloo=self.over_gloo)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A plan and its cost."""
+
+    task: Task
+    """The problem, with the inputs of checkpointed regions where the plan has them."""
+    plan: Plan
+    layout: Layout
+    size: Footprint
+    moved: cost.Traffic
+    seconds: cost.Seconds
+    loads: tuple[int, ...]
+    """Chunks gathered into the rCache in a step, once per gather."""
+
+    def chunks_in(self, tier: Tier) -> int:
+        """Number of chunks at home in a tier."""
+        return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
+
+
+def solve(task: Task, packings: "Packings | None" = None) -> Choice:
+    """The fastest plan that fits; `packings` are those of a problem with the same step, on any machine.
+
+    Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
+    Between homes of chunks, the host time of units is not weighed: more chunks on the device are taken to be faster.
+
+    Raises:
+        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
+    """
+    found: dict[int, Choice] = {}
+    shortages: list[dict[Tier, int]] = []
+    packings = packings or Packings(task)
+    packed = [packings.at(length) for length in packings.lengths]
+    none, *others = _kept_counts(task)
+
+    def search(regions: int) -> None:
+        there = task.keeping(regions)
+        searches = [search for packing in packed for search in _searches(there, packing)]
+        best: Choice | None = None
+        for search in searches:
+            best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank, default=None)
+        if best is not None:
+            found[regions] = best
+        else:
+            shortages.extend(short for search in searches for short in search.shortages())
+
+    search(none)
+    if others and not (none in found and found[none].plan.rcache_blocks == "all" and not found[none].plan.offloaded):
+        search(others[0])
+        if not found or min(found, key=lambda regions: _rank(found[regions])) != none:
+            for regions in others[1:]:
+                search(regions)
+    if not found:
+        raise PlanError(_why_not(task, shortages))
+    best = min(found.values(), key=_rank)
+    assert best.plan.chunk_numel is not None, "a search gives it"
+    filled = packings.filled(best.plan.chunk_numel)
+    for other in _searches(best.task, filled):
+        best = min((choice for choice in (best, other.best(best)) if choice is not None), key=_rank)
+    best = min(best, with_sharing(best), key=_rank)
+    precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
+    return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
+
+
+def with_sharing(choice: Choice) -> Choice:
+    """The choice with frozen chunks once in the memory of a host; unchanged if some would lie on several hosts."""
+    plan, layout, hardware = choice.plan, choice.layout, choice.task.hardware
+    if not (plan.offloaded and plan.scatter):
+        return choice
+    turned = replace(plan, shared_frozen=True)
+    groups = {chunk.key.ranks for chunk in layout.chunks if turned.shares(chunk, plan.home(layout, chunk))}
+    if not groups or any(len({rank // hardware.gpus_per_node for rank in ranks}) > 1 for ranks in groups):
+        return choice
+    return price(choice.task, turned, layout, choice.loads, choice.size, choice.moved.units)
+
+
+def _kept_counts(task: Task) -> list[int]:
+    """The numbers of checkpointed regions tried: none, the most that host memory can hold, and half of them."""
+    held = list(accumulate(task.profile.kept))
+    most = bisect_right(held, task.host_bytes)
+    return list(dict.fromkeys([0, most, most // 2]))
+
+
+def device_bytes_for(task: Task, packings: "Packings | None" = None) -> int:
+    """Device memory that a plan needs in the task's host memory and on its disk; `packings` as for `solve`.
+
+    At most `Task.allowed_bytes` exactly if `solve` finds a plan; it is then such a plan's, and otherwise no more than
+    that of any plan.
+    """
+    least: list[int] = []
+    packings = packings or Packings(task)
+    bounds = [_Packing(task, length, bound=True) for length in packings.lengths]
+    for regions in _kept_counts(task):
+        there = task.keeping(regions)
+        least.append(_device_bytes_for(there, bounds, packings) + task.allowed_bytes - there.allowed_bytes)
+        if least[-1] <= task.allowed_bytes:
+            break
+    return min(least)
+
+
+def _device_bytes_for(task: Task, bounds: "Sequence[_Packing]", packings: "Packings") -> int:
+    """As `device_bytes_for`, with the inputs of checkpointed regions where they are.
+
+    `bounds` are the packings without a step.
+    """
+    known = sorted((_least_device_bytes(task, packing), packing.chunk_numel) for packing in bounds)
+    needed = [nbytes for nbytes, _ in known if nbytes > task.allowed_bytes][:1]
+    for bound, length in known:
+        if bound <= task.allowed_bytes:
+            needed.append(_least_device_bytes(task, packings.at(length)))
+            if needed[-1] <= task.allowed_bytes:
+                return needed[-1]
+    return min(needed)
+
+
+def price(
+    task: Task,
+    plan: Plan,
+    layout: Layout | None = None,
+    loads: Sequence[int] | None = None,
+    size: Footprint | None = None,
+    units: int | None = None,
+) -> Choice:
+    """The cost of `plan`, whether it fits or not; what is known already may be given.
+
+    Raises:
+        PlanError: the plan cannot run: chunks too short, or rCache too small.
+    """
+    task = task.keeping(plan.most_host_checkpoints)
+    if layout is None:
+        layout = plan.layout(task.profile.params)
+    if loads is None:
+        schedule = task.profile.schedule(layout)
+        layout = replace(layout, open_gradients=schedule.open_gradients())
+        loads = gathered(schedule, plan.blocks(layout), task.accumulation)
+    if units is None:
+        units = units_moved(task.profile.parts, layout)
+    moved = cost.traffic(
+        plan,
+        layout,
+        loads,
+        task.moments,
+        over_gloo=task.over_gloo,
+        kept_bytes=task.kept_bytes,
+        units=units,
+        accumulation=task.accumulation,
+    )
+    return Choice(
+        task=task,
+        plan=plan,
+        layout=layout,
+        size=task.footprint(plan, layout) if size is None else size,
+        moved=moved,
+        seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
+        loads=tuple(loads),
+    )
+
+
+def gathered(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
+    """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none.
+
+    Backwards behind `_ALIKE` gather what that one does.
+    """
+    found = gathers(schedule, blocks, min(backwards, _ALIKE))
+    return [chunk for each in (*found, *(backwards - len(found)) * found[-1:]) for chunk in each]
+
+
+def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
+    """{tier: missing bytes}, with `more` bytes on the device; empty if the plan fits."""
+    device, host = task.held_bytes(size)
+    missing = {**task.missing_bytes(device + more, host), Tier.DISK: size.disk_bytes - (task.disk_bytes or 0)}
+    return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
+
+
+def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
+    """Candidate chunk lengths: those that consecutive parameters fill exactly, and the shortest that fuses a group.
+
+    A length between two candidates packs like the shorter one and only makes every block longer.
+    """
+    movable = [p for p in params if not p.tied]
+    together = bytes_together(params)
+    numels = [-(-p.numel // elements_for_one(p.key, together)) for p in movable]
+    largest = max(numels, default=1)
+    alone = {len(key.ranks) == 1 for key in group_parameters(params)}
+    defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
+    lengths = {largest, *defaults}
+    for key, indices in group_parameters(movable).items():
+        align = alignment(key) // elements_for_one(key, together)
+        sizes = [numels[i] for i in indices]
+        fused = int(sum(sizes) / FUSE_BELOW) + 1
+        if largest < fused <= largest * _LENGTH_SPAN:
+            lengths.add(fused)
+        for first in range(len(sizes)):
+            used = 0
+            for size in sizes[first:]:
+                used = -(-used // align) * align + size
+                if used > largest * _LENGTH_SPAN:
+                    break
+                if used > largest:
+                    lengths.add(used)
+    most = max(_LENGTHS, _PARAMETERS // max(len(movable), 1))
+    if len(lengths) <= most:
+        return sorted(lengths)
+    return sorted({*sorted(lengths, key=lambda n: (_space(numels, n), n))[: most - 3], largest, *defaults})
+
+
+def _space(sizes: Sequence[int], length: int) -> int:
+    """Elements of all chunks in a rough packing of `sizes`."""
+    chunks, used = 1, 0
+    for size in sizes:
+        if used + size > length:
+            chunks, used = chunks + 1, 0
+        used += size
+    return chunks * length
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Memory of one rank with a given number of chunks at home on the device, for any number of blocks."""
+
+    device_bytes: int
+    """Device memory without the blocks."""
+    host_bytes: int
+    disk_chunks: int
+    """Number of chunks on disk: the fewest that make the rest fit in host memory; 0 if the disk is too small for them.
+    """
+    disk_short_bytes: int | None
+    """Bytes by which the disk is too small for that; None if no disk would be enough."""
+    cached: int
+    """Blocks for the weights of all cached chunks, and for all gradients that have a block at once."""
+    block_bytes: int
+
+    def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
+        """{tier: missing bytes}, 0 or less if there are enough; for the disk, the bytes that would relieve the host."""
+        device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
+        short = task.missing_bytes(device, self.host_bytes)
+        return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
+
+    def most_blocks(self, task: Task) -> float:
+        """The most blocks that fit; -1 if memory is short even without blocks."""
+        missing = self.missing(task, 0)
+        if max(missing.values()) > 0:
+            return -1
+        left = -missing[Tier.DEVICE]
+        return math.inf if self.cached * self.block_bytes <= left else left // self.block_bytes
+
+
+class _Packing:
+    """The parameters in chunks of one length, and the step with them. The same in any memory."""
+
+    def __init__(self, task: Task, chunk_numel: int, *, bound: bool = False, whole_layers: bool = True) -> None:
+        """`bound`: blocks are counted as one, and none is for gradients. That is a lower bound of memory."""
+        self.chunk_numel, self._task = chunk_numel, task
+        self.bound = bound
+        """Whether there is no step."""
+        self.layout = build_layout(task.profile.params, chunk_numel, whole_layers=whole_layers)
+        away = None if bound else self._stepped(self.layout)
+        if away is not None:
+            self.layout = replace(self.layout, open_gradients=away[2])
+        self.in_memory = list(self._by_device_chunks())
+        """Memory for each number of chunks on the device, from none to all, if none is on disk."""
+        self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
+        """Chunks used in place for each number of chunks on the device."""
+        self._steps = {} if away is None else {0: away}
+        """By chunks used in place: (schedule, least blocks, most open gradients, units)."""
+        self._gathered: dict[tuple[int, int, int], list[int]] = {}
+
+    def homes(self, *, values_on_disk: bool = False) -> Homes:
+        """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
+        task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
+        ledger = Ledger(
+            self.layout, tiers, moments=task.moments, over_gloo=task.over_gloo, values_on_disk=values_on_disk
+        )
+        return Homes(ledger, len(tiers), len(tiers))
+
+    def _by_device_chunks(self) -> Iterator[_Held]:
+        homes = self.homes()
+        for on_device in range(len(self.layout.chunks), -1, -1):
+            homes.put(on_device, on_device)
+            cached = homes.ledger.cached
+            blocks = cached + (self.layout.open_gradients or 0) if cached else 0
+            yield _Held(*self._task.held_bytes(homes.ledger.footprint()), 0, None, blocks, homes.ledger.block_bytes)
+
+    def _stepped(self, layout: Layout) -> tuple[Schedule, int, int, int]:
+        profile = self._task.profile
+        schedule = profile.schedule(layout)
+        return schedule, schedule.least_blocks(), schedule.open_gradients(), units_moved(profile.parts, layout)
+
+    def step(self, device_chunks: int) -> tuple[Schedule, int, int, int]:
+        """(schedule, least blocks, most open gradients, units) of the step with so many chunks on the device."""
+        assert not self.bound, "a bound counts no blocks"
+        in_place = self._in_place[device_chunks]
+        if in_place not in self._steps:
+            plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
+            self._steps[in_place] = self._stepped(plan.place(self.layout))
+        return self._steps[in_place]
+
+    def gathered(self, device_chunks: int, blocks: int, backwards: int) -> list[int]:
+        """The chunks gathered in a step with so many chunks on the device."""
+        key = self._in_place[device_chunks], blocks, backwards
+        if key not in self._gathered:
+            self._gathered[key] = gathered(self.step(device_chunks)[0], blocks, backwards)
+        return self._gathered[key]
+
+
+class Packings:
+    """The parameters in chunks of every length to try. The same for all problems of one step on as many ranks, on any
+    machine: what is known of one serves the next."""
+
+    def __init__(self, task: Task) -> None:
+        self.lengths = chunk_lengths(task.profile.params)
+        self.at = cache(partial(_Packing, task))
+        """The packing with a step by its chunk length, made once."""
+        self.filled = cache(partial(_Packing, task, whole_layers=False))
+        """The same without whole layers."""
+
+
+def _searches(task: Task, packing: _Packing) -> "Iterator[_Length]":
+    """The searches at one chunk length: without values on disk, and with them if something must be on disk."""
+    first = _Length(task, packing)
+    yield first
+    if first.needs_disk:
+        yield _Length(task, packing, values_on_disk=True)
+
+
+def _least_device_bytes(task: Task, packing: _Packing) -> int:
+    return min(search.least_device_bytes() for search in _searches(task, packing))
+
+
+class _Length:
+    """The search at one chunk length."""
+
+    def __init__(self, task: Task, packing: _Packing, *, values_on_disk: bool = False) -> None:
+        """`values_on_disk`: chunks on disk have their values there too."""
+        self._task, self._packing, self._whole = task, packing, values_on_disk
+        self._layout = packing.layout
+        self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
+        """Whether host memory is too small, or there is none, and there is a disk."""
+        self._fewest, self._full = (packing.homes(values_on_disk=values_on_disk) for _ in range(2))
+        self._held = cache(self._spilled)
+        """Memory by the number of chunks on the device."""
+        chunks = len(self._layout.chunks)
+        self._counts = [chunks] if task.hardware.one_memory and task.disk_bytes is None else list(range(chunks + 1))
+        """Numbers of chunks on the device for which there is a home for the others."""
+        self._most_blocks: list[float] = [-1] * (chunks + 1)
+        for count in self._counts:
+            if packing.in_memory[count].device_bytes <= task.allowed_bytes:
+                self._most_blocks[count] = self._held(count).most_blocks(task)
+        self._found: dict[int, Choice | None] = {}
+
+    def _spilled(self, device_chunks: int) -> _Held:
+        """Memory with so many chunks on the device, the last ones in order of first use, and as few on disk as host
+        memory requires, the last ones before those.
+
+        If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows. Where device and
+        host have one memory, all others are on disk.
+        """
+        task, held = self._task, self._packing.in_memory[device_chunks]
+        on_device = len(self._layout.chunks) - device_chunks
+        if task.hardware.one_memory and on_device:
+            assert task.disk_bytes is not None, "only then are there such counts"
+            self._fewest.put(0, on_device)
+            spilled = self._fewest.ledger.footprint()
+            _, host = task.held_bytes(spilled)
+            lacking = max(0, spilled.disk_bytes - task.disk_bytes)
+            return replace(held, host_bytes=host, disk_chunks=on_device, disk_short_bytes=lacking)
+        if held.host_bytes <= task.host_bytes or task.disk_bytes is None:
+            return held
+        size = self._fewest.spill(on_device, task.host_bytes, task.accumulation)
+        if size is not None and size.disk_bytes <= task.disk_bytes:
+            _, host = task.held_bytes(size)
+            return replace(held, host_bytes=host, disk_chunks=on_device - self._fewest.on_disk, disk_short_bytes=0)
+        _, host = task.held_bytes(self._full.fill(on_device, task.disk_bytes))
+        short = None if size is None else size.disk_bytes - task.disk_bytes
+        return replace(held, host_bytes=min(held.host_bytes, host), disk_short_bytes=short)
+
+    def best(self, known: Choice | None = None) -> Choice | None:
+        """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""
+        for blocks in self._grid():
+            self._at(blocks, known)
+        while True:
+            tried = set(self._found)
+            fits = {blocks: choice for blocks, choice in self._found.items() if choice is not None}
+            if not fits:
+                return None
+            winner = min(fits, key=lambda blocks: _rank(fits[blocks]))
+            for blocks in self._near(winner):
+                self._at(blocks, known)
+            if set(self._found) == tried:
+                return fits[winner]
+
+    def _grid(self) -> list[int]:
+        least, most = self._packing.step(len(self._layout.chunks))[1], self._layout.most_blocks
+        if most - least < _DENSE:
+            return list(range(least, most + 1))
+        return sorted({least + (most - least) * i // 16 for i in range(17)})
+
+    def _near(self, blocks: int) -> Iterator[int]:
+        """The midpoints between the best number of blocks and its tried neighbors."""
+        tried = sorted(self._found)
+        for low, high in pairwise(tried):
+            if high - low > 1 and low <= blocks <= high:
+                yield (low + high) // 2
+
+    def _at(self, blocks: int, known: Choice | None) -> None:
+        """The best plan with this many blocks: as many chunks on the device as fit. None if it cannot beat `known`.
+
+        A step that gathers each chunk once is a bound, and is not simulated.
+        """
+        if blocks in self._found:
+            return
+        self._found[blocks] = None
+        fits = [count for count, most in enumerate(self._most_blocks) if blocks <= most]
+        count = next((count for count in reversed(fits) if self._packing.step(count)[1] <= blocks), None)
+        if count is None:
+            return
+        schedule, _, gradients, units = self._packing.step(count)
+        held = self._held(count)
+        cached: int | Literal["all"] = "all" if blocks >= held.cached else blocks
+        if count == len(self._layout.chunks):
+            plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._packing.chunk_numel)
+        else:
+            plan = Plan.offload(
+                rcache_blocks=cached,
+                device_chunks=count,
+                disk_chunks=held.disk_chunks,
+                values_on_disk=self._whole and held.disk_chunks > 0,
+                chunk_numel=self._packing.chunk_numel,
+            )
+        plan = replace(plan, host_checkpoints=self._task.kept_regions, whole_layers=self._layout.whole_layers)
+        layout = replace(plan.place(self._layout), open_gradients=gradients)
+        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=units)
+        if known is None or _rank(priced(schedule.must_load)) < _rank(known):
+            self._found[blocks] = priced(self._packing.gathered(count, plan.blocks(layout), self._task.accumulation))
+
+    def shortages(self) -> Iterator[dict[Tier, int]]:
+        """The missing bytes with the fewest blocks, for each number of chunks on the device."""
+        chunks, one_memory = len(self._layout.chunks), self._task.hardware.one_memory
+        for count in self._counts:
+            held = self._packing.in_memory[count]
+            if one_memory or self._task.disk_bytes or held.device_bytes <= self._task.allowed_bytes:
+                held = self._held(count)
+            if self._packing.bound:
+                yield held.missing(self._task, 1)
+                continue
+            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0)[1])
+            if missing[Tier.DEVICE] > 0 >= held.missing(self._task, 1)[Tier.DEVICE]:
+                missing = held.missing(self._task, self._packing.step(count)[1])  # chunks used in place may need fewer
+            yield missing
+
+    def least_device_bytes(self) -> int:
+        """The least device memory with which host memory and disk are large enough."""
+        missing = [s[Tier.DEVICE] for s in self.shortages() if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
+        return self._task.allowed_bytes + min(missing)
+
+
+def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
+    """The error message: the missing bytes, their tier, and the changes that would make a plan fit, smallest first."""
+    one_memory = task.hardware.one_memory
+    there = [s for s in shortages if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
+    device = min((s[Tier.DEVICE] for s in there), default=None)
+    host = None if one_memory else min((s[Tier.HOST] for s in shortages if s[Tier.DEVICE] <= 0), default=None)
+    disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
+    answers: list[tuple[int, str, str]] = []
+    if host is not None:
+        change = f"give each rank {enough_text(host)} more host memory"
+        if disk is not None:
+            change += f", or {enough_text(disk)} more on a disk for shards"
+        answers.append((host, "host memory", change))
+    if device is not None:
+        change = f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more"
+        if one_memory and disk is not None:
+            change += f", or {enough_text(disk)} more on a disk for shards"
+        held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
+        if freed <= held:
+            change += (
+                f", or free {enough_text(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
+                "sequences"
+            )
+        answers.append((device, "memory of device and host" if one_memory else "device memory", change))
+    start = f"no plan fits {task.gpus} x {task.hardware.name}:"
+    if not answers:  # no single tier is the cause: more of one alone would not help
+        both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
+        device, host = both[Tier.DEVICE], both[Tier.HOST]
+        return (
+            f"{start} {enough_text(device)} too little device memory and {enough_text(host)} too little host memory; "
+            f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more and each rank "
+            f"{enough_text(host)} more host memory"
+        )
+    answers.sort()
+    changes = ", or ".join(change for *_, change in answers)
+    return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]}; {changes}"
+
+
+def _rank(choice: Choice) -> tuple[float, int]:
+    return choice.seconds.step, choice.size.device_bytes

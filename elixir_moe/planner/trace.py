@@ -1,0 +1,310 @@
+"""Traces one training step on tensors without data: what happens to its parameters, and the cost.
+
+Owns the run of forward and backward under torch's fake tensors, and the list of its events. The model is restored
+afterwards. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
+Sources: Elixir v2, 3.1 (pre-runtime profiler) and A.3 (the detector of checkpointed regions).
+
+Identical layers are traced once. A run of layers with equal modules, shapes and settings is cut to its first two
+periods and the last one; the second period's part of the list then stands for all omitted periods. In forward, that
+part reaches from the entry of the period to the entry of the next, in backward from the gradient of its output to the
+gradient of its input. Memory that one period allocates and another frees is thus counted as often as in the whole run.
+Loops over experts and over the tokens of a loss are cut in the same way (`parallel.meta_tensors.pieces`).
+"""
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elixir_moe.chunks.param_spec import WIDE, ParamSpec, Precision
+from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use, regions_of
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.memory.slabs import bytes_of
+from elixir_moe.moe.layer import MoE
+from elixir_moe.parallel.dtensor import local_of, placed_as
+from elixir_moe.parallel.pattern import Pattern, RankMesh
+from elixir_moe.parallel.rules import logical_numel
+from elixir_moe.parallel.tiles import mark, tile_of
+from elixir_moe.planner import megatron_meta
+from elixir_moe.planner.decoding import decoding_bytes
+from elixir_moe.planner.events import Event, Kind, Recorder, kept_of, peak_of
+from elixir_moe.planner.profile import Profile, Sent, SentCollective
+from elixir_moe.planner.repeat import Cut, cuts_of, made_whole
+from elixir_moe.quantized.packed import weights_behind
+from elixir_moe.runtime.model_spec import param_specs
+from elixir_moe.runtime.units import Parts, find_parts
+from elixir_moe.torch_private import FakeTensorMode
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While open, no cycles are searched for, a tenth of a trace's time: tensors go with their last reference."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_uncollected()
+def trace(
+    model: nn.Module,
+    step: Step,
+    sample: Any,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    precision: Precision = WIDE,
+    tokens: int | None = None,
+    whole: bool = False,
+    native_decoder: bool = False,
+) -> Profile:
+    """Profiles one forward and backward of ``step(model, sample)``, which returns the loss.
+
+    Args:
+        model: any module, on any device, "meta" included. Parameters with a pattern have this rank's slices.
+        step: the forward of a training step.
+        sample: a batch: tensors in lists, tuples and dicts. Only shapes and dtypes are read.
+        world: number of ranks over which parameters without a pattern are replicated.
+        rank: the rank to trace.
+        compute_dtype: as in `wrap`.
+        reduce_dtype: as in the plan.
+        precision: of the plan's narrow state.
+        tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
+        whole: trace every layer, identical or not.
+        native_decoder: quantized weights are decoded in one pass, as on a CPU, and not by torch's operators.
+
+    Raises:
+        ConfigError: the step returns no scalar loss, needs data (it reads values of tensors), or keeps tensors outside
+            the model.
+    """
+    everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
+    dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "precision": precision}
+    specs = param_specs(model, model.parameters(), everywhere=everywhere, **dtypes)
+    behind = weights_behind(model)
+    listed = list(specs.values())
+    parts = find_parts(model)
+    cuts = [] if whole else cuts_of(model)
+    try:
+        events = made_whole(_run(model, step, sample, specs, parts, cuts), cuts)
+    except ConfigError:
+        if not cuts:
+            raise
+        events = None  # perhaps the model depends on the number of its layers
+    if events is None:
+        dtypes |= {"native_decoder": native_decoder}
+        return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
+    numbers = {name: i for i, name in enumerate(parts.names)}
+    index_of = {p: i for i, p in enumerate(specs)}
+    found = list(_of_step(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
+    order, part_specs, step_events = by_first_use(parts.specs, found, len(listed))
+    regions = regions_of(part_specs)
+    kept, kept_peaks = kept_of(events)
+    return Profile(
+        params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
+        order=tuple(order),
+        parts=part_specs,
+        events=step_events,
+        parameters=sum(behind.get(p, logical_numel(p)) for p in specs),
+        tokens=_tokens(sample) if tokens is None else tokens,
+        flops=sum(event.flops for event in events),
+        traffic_bytes=sum(event.traffic for event in events)
+        + decoding_bytes(model, events, compute_dtype, native=native_decoder),
+        activation_bytes=peak_of(events),
+        buffer_bytes=sum(map(bytes_of, model.buffers())),
+        kept=tuple(kept),
+        kept_peaks=tuple(kept_peaks),
+        exchanges=tuple(_exchanges(model, events, compute_dtype)),
+        sent=tuple(_sent(events)),
+    )
+
+
+def _run(
+    model: nn.Module,
+    step: Step,
+    sample: Any,
+    specs: Mapping[nn.Parameter, ParamSpec],
+    parts: Parts,
+    cuts: Sequence[Cut],
+) -> list[Event]:
+    boundaries = [pair for cut in cuts for pair in cut.boundaries]
+    recorder = Recorder(model, parts, boundaries)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for cut in cuts:
+            stack.enter_context(cut.applied())
+        stack.enter_context(megatron_meta.apart(model))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs.items()}, mode))
+        stack.enter_context(mode)
+        batch = _fake(sample)
+        stack.enter_context(recorder)
+        try:
+            loss = step(model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ConfigError(f"step returned a {type(loss).__name__}: expected the loss, a tensor of one element")
+            loss.backward()  # type: ignore[no-untyped-call]
+        except ElixirError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the step cannot run on tensors without data: {type(error).__name__}: {error}; a step that reads "
+                "values of tensors needs a plan that is given"
+            ) from error
+    del loss, batch
+    if recorder.alive:
+        FakeTensorMode.cache_clear()  # it keeps the storages of ``storage.copy_``, by which Megatron restores outputs
+        gc.collect()
+    if recorder.alive:
+        raise ConfigError(
+            "the step keeps tensors it has made outside the model (in a list, a cache of a function), which have no "
+            "data here and would be read later as if they had: keep none of them, or give a plan"
+        )
+    return recorder.events
+
+
+@contextmanager
+def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
+    """While open, parameters, buffers and tensor attributes are tensors without data; all changes are then undone.
+
+    The caches of memoised forwards are cleared.
+    """
+    before = [
+        (module, dict(vars(module)), {name: copy(value) for name, value in vars(module).items() if _is_registry(value)})
+        for module in model.modules()
+    ]
+    fakes: dict[Tensor, Tensor] = {}
+
+    def fake(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        if tensor not in fakes:
+            local = torch.empty(local_of(tensor).shape, dtype=dtypes.get(tensor, tensor.dtype), device="cpu")
+            empty = placed_as(local, tensor).detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            if (tile := tile_of(tensor)) is not None:
+                mark(fakes[tensor], tile)
+        return fakes[tensor]
+
+    with mode:
+        for module, attributes, registries in before:
+            module._parameters.update({name: fake(p) for name, p in registries["_parameters"].items()})
+            module._buffers.update({name: fake(b) for name, b in registries["_buffers"].items()})
+            vars(module).update({name: fake(t) for name, t in attributes.items() if isinstance(t, Tensor)})
+    try:
+        yield
+    finally:
+        for module, attributes, registries in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for name, content in registries.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(content)
+            getattr(type(module).forward, "cache_clear", _nothing)()
+
+
+def _is_registry(value: object) -> bool:
+    """Whether it is a plain dict, as those of parameters and hooks: a first forward may add hooks of its own."""
+    return type(value) in (dict, OrderedDict)
+
+
+def _nothing() -> None: ...
+
+
+def _fake(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu", requires_grad=value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _fake(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fake(item) for item in value)
+    return value
+
+
+def _of_step(events: Iterable[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[StepEvent]:
+    """What happens to parts and parameters, with their numbers in the place of names."""
+    for event in events:
+        if isinstance(event.kind, Happening):
+            yield StepEvent(
+                event.kind,
+                part=parts.get(event.name, -1),
+                params=tuple(params[name] for name in event.params),
+                with_grad=event.with_grad,
+                run=event.run,
+                same=event.same,
+            )
+
+
+def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
+    """The all-to-alls and matrix products of the mixture layers under balanced routing."""
+    modules = dict(model.named_modules())
+    calls: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind in (Kind.MIX, Kind.MIX_AGAIN):
+            calls.setdefault(event.name, []).append(event)
+    for name, its in calls.items():
+        layer = modules[name]
+        if not isinstance(layer, MoE):
+            yield _megatron_exchange(layer, its, dtype)
+            continue
+        weight = next(layer.experts.parameters())  # of the first tile, if there are several
+        _, width, inner = weight.shape
+        rows = max(event.nbytes for event in its) * layer.router.top_k
+        itemsize = (dtype or weight.dtype).itemsize
+        again = sum(event.kind is Kind.MIX_AGAIN for event in its)
+        forward = len(its) - again
+        yield SentCollective(
+            ep=layer.place.ep,
+            nbytes=rows * width * itemsize,
+            times=4 * forward + 2 * again,
+            expert_flops=4 * rows * width * inner * (3 * forward + again),
+            row_bytes=rows * (2 * width + 2 * inner) * itemsize,
+        )
+
+
+def _megatron_exchange(layer: Any, events: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
+    """The load-dependent cost of a Megatron-core mixture layer; its collectives are among the events already."""
+    config, rows = layer.config, max(event.nbytes for event in events) * layer.config.moe_router_topk
+    width, inner = config.hidden_size, config.moe_ffn_hidden_size
+    again = sum(event.kind is Kind.MIX_AGAIN for event in events)
+    products = 2 + config.gated_linear_unit
+    return SentCollective(
+        ep=layer.token_dispatcher.ep_size,
+        nbytes=0,
+        times=0,
+        expert_flops=2 * products * rows * width * inner * (3 * (len(events) - again) + again),
+        row_bytes=rows * (2 * width + products * inner) * (dtype or config.params_dtype).itemsize,
+    )
+
+
+def _sent(events: Sequence[Event]) -> Iterator[Sent]:
+    """The model's own collectives, by process group."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind is Kind.SENT:
+            found.setdefault(event.name, []).append(event)
+    for name, its in found.items():
+        ranks = tuple(int(rank) for rank in name.split())
+        yield Sent(ranks=ranks, nbytes=sum(event.nbytes for event in its), times=len(its))
+
+
+def _tokens(sample: Any) -> int:
+    """Elements of the first tensor that is not of floating point; 0 if there is none."""
+    if isinstance(sample, Tensor):
+        return sample.numel() if not sample.is_floating_point() else 0
+    items = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (list, tuple)) else ()
+    return next((n for n in map(_tokens, items) if n), 0)

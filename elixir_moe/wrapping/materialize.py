@@ -1,0 +1,290 @@
+"""From a model's weights to its shards: one parameter, or a few small ones, after another.
+
+Owns the copy of the values, and the creation of the files for chunks on disk. No rank holds more than the largest
+parameter besides the model as given and its shards.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elixir_moe.chunks.ledger import arrays_on_disk, values_bytes
+from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
+from elixir_moe.chunks.plan import Plan, Tier, reads_disk
+from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
+from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.errors import ConfigError, ElixirError, TierError
+from elixir_moe.hf.pretrained import Pretrained, leave_meta, replace_data
+from elixir_moe.memory.disk import DiskStore
+from elixir_moe.memory.disk_values import ValuesFile
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.memory.slabs import allocation, bytes_of
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.runtime.chunk import Chunk, Placeholder
+from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.wrapping.deferred_init import Record, drawn, record_of
+from elixir_moe.wrapping.shared_memory import attributes_of, items_of
+
+_PIECE_BYTES = 64 << 20
+"""Most bytes of weights that are sent to other ranks at once."""
+_MOST_ITEMSIZE = 16
+"""Bytes of the longest elements, complex numbers of double precision."""
+
+
+class Passage:
+    """The memory through which weights go to other ranks, and what the parameters were before their weights moved."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Raises TierError: the device has too little memory."""
+        sent = [chunk for chunk in layout.chunks if len(chunk.key.ranks) > 1]
+        largest = max((slot.numel * _moved_in(chunk).itemsize for chunk in sent for slot in chunk.slots), default=0)
+        nbytes = min(_PIECE_BYTES, -(-largest // _MOST_ITEMSIZE) * _MOST_ITEMSIZE)
+        with allocation(nbytes, "weights on their way to other ranks", Tier.DEVICE):
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.device = device
+        """The device of forward."""
+        self._former: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """To be called before the parameter loses its data."""
+        local = local_of(parameter)
+        self._former.append((local, local.detach() if local.is_meta else torch.empty_like(local, device="meta")))
+
+    def undo(self) -> None:
+        """Puts parameters whose weights have moved back on meta: as they were, if they were there, or without data."""
+        for local, former in self._former:
+            replace_data(local, former)
+
+
+def build_chunks(
+    layout: Layout,
+    spec: ModelSpec,
+    shards: Sequence[ShardState],
+    communicators: Mapping[tuple[int, ...], Communicator],
+    placeholder: Placeholder,
+    pretrained: Pretrained | None,
+    passage: Passage,
+) -> list[Chunk]:
+    """Creates the chunks one after another, with the weights of the model in their shards. Collective.
+
+    Parameters on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
+
+    Raises:
+        CheckpointError: `pretrained` could not be read; on all ranks.
+        ElixirError: a parameter could not be drawn or moved; on all ranks.
+    """
+    moving = Deferred("moved their weights")
+    sources = _Sources(pretrained, moving, passage)
+    most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
+    chunks = []
+    for chunk, shard in zip(layout.chunks, shards, strict=True):
+        members = {slot: spec.parameters[slot.param] for slot in chunk.slots}
+        communicator = communicators[chunk.key.ranks]
+        for slots in _runs(chunk.slots, most):
+            _move_in(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
+        for parameter in members.values():
+            passage.leave(parameter)
+            if local_of(parameter).is_meta:
+                leave_meta(parameter)
+        names = [spec.params[slot.param].name for slot in chunk.slots]
+        chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, placeholder))
+    if pretrained is not None:
+        pretrained.settle()
+    moving.settle()
+    return chunks
+
+
+def _runs(slots: Iterable[Slot], most: int) -> Iterator[list[Slot]]:
+    """Consecutive slots of at most `most` elements together; a longer one is alone."""
+    run: list[Slot] = []
+    for slot in slots:
+        if run and slot.stop - run[0].start > most:
+            yield run
+            run = []
+        run.append(slot)
+    if run:
+        yield run
+
+
+@torch.no_grad()
+def _move_in(
+    chunk: ChunkSpec,
+    members: Mapping[Slot, nn.Parameter],
+    shard: ShardState,
+    communicator: Communicator,
+    sources: "_Sources",
+) -> None:
+    """Copies consecutive parameters of the first rank of the chunk's process group to their places in the shard."""
+    start, stop = min(slot.start for slot in members), max(slot.stop for slot in members)
+    if start == stop:
+        return
+    dtype = _moved_in(chunk)
+    values: list[torch.Tensor] = []
+    if communicator.index == 0:
+        sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype)))
+    first, last = chunk.shard_bounds(communicator.rank)
+    for part in sources.parts(values, stop - start, dtype, shared=communicator.size > 1):
+        communicator.broadcast(part)
+        low, high = max(start, first), min(start + len(part), last)
+        if low < high:
+            sources.moving.run(partial(shard.fill, part[low - start : high - start], low - first))
+        start += len(part)
+
+
+def _moved_in(chunk: ChunkSpec) -> torch.dtype:
+    """The dtype in which weights go to their shards."""
+    return torch.float32 if chunk.key.trainable else chunk.key.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the values of parameters come from: their memory, a folder, or a drawing."""
+
+    pretrained: Pretrained | None
+    moving: Deferred
+    passage: Passage
+
+    def parts(
+        self, values: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, *, shared: bool
+    ) -> Iterator[torch.Tensor]:
+        """The values in parts that fit the passage, or its memory for those of another rank, or that are missing."""
+        length = self.passage.memory.nbytes // dtype.itemsize if shared else numel
+        for start in range(0, numel if shared or values else 0, length):
+            part = slice(start, min(start + length, numel))
+            yield values[0][part] if values else self.passage.memory.view(dtype)[: part.stop - start]
+
+    def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""
+        if len(members) == 1 and self.pretrained is None and record_of(local_of(*members.values())) is not None:
+            # as it is drawn: the largest parameter is never there twice
+            return drawn(local_of(*members.values())).to(self.passage.device, dtype).flatten()
+        with allocation((stop - start) * dtype.itemsize, "parameters on their way to shards", Tier.DEVICE):
+            values = torch.zeros(stop - start, dtype=dtype, device=self.passage.device)
+        for slot, parameter in members.items():
+            local = local_of(parameter)
+            self._fill(values[slot.start - start : slot.stop - start].view(local.shape), parameter, local)
+        return values
+
+    def _fill(self, place: torch.Tensor, parameter: nn.Parameter, local: torch.Tensor) -> None:
+        if not local.is_meta:
+            _copy(place, local)
+        elif self.pretrained is not None and self.pretrained.has(parameter):
+            self.pretrained.fill(place, parameter)
+        else:
+            _copy(place, drawn(local))
+
+
+def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies to `place` on another device as it is, and converts there: torch would convert on the host."""
+    place.copy_(values.to(place.device))
+
+
+def _draw_buffers(model: nn.Module) -> None:
+    """Draws buffers and other tensors that modules of `sharded_init` have, also in lists, tuples and dicts."""
+    done: dict[int, tuple[Any, Any]] = {id(p): (p, p) for p in model.parameters()}  # what was found, and what it became
+    storages: dict[Record, torch.Tensor] = {}
+
+    def with_data(value: Any) -> Any:
+        """`value` with what it holds drawn: once, and in the same memory, where it is held twice."""
+        if id(value) in done:
+            return done[id(value)][1]
+        result = value
+        if isinstance(value, torch.Tensor) and record_of(value) is not None:
+            result = drawn(value, storages)
+            if isinstance(value, nn.Parameter):  # no module has registered it
+                result = nn.Parameter(result, requires_grad=value.requires_grad)
+        done[id(value)] = value, result
+        items = items_of(value) if type(value) in (list, dict, tuple) else []
+        changed = {at: new for at, item in items if (new := with_data(item)) is not item}
+        if changed and type(value) is tuple:
+            result = tuple(changed.get(at, item) for at, item in items)
+            done[id(value)] = value, result
+        elif changed:
+            for at, new in changed.items():
+                value[at] = new
+        return result
+
+    for module in model.modules():
+        for tensors, found in ((module._buffers, [*module._buffers.items()]), (module.__dict__, attributes_of(module))):
+            for name, value in found:
+                if (new := with_data(value)) is not value:
+                    tensors[name] = new
+
+
+def settle_buffers(model: nn.Module, pretrained: Pretrained | None, device: torch.device) -> None:
+    """Moves all buffers to `device`, or none on any rank; a buffer with several names stays shared. Collective.
+
+    Buffers on meta are read from `pretrained` first, or drawn if the model was built under `sharded_init`.
+
+    Raises ElixirError on all ranks if one fails.
+    """
+    if pretrained is not None:
+        pretrained.fill_buffers(lambda buffer: record_of(buffer) is not None)
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+
+    def move() -> None:
+        _draw_buffers(model)
+        for name, buffer in model.named_buffers():
+            moved[buffer] = _moved(name, buffer, device)
+
+    raise_on_all_ranks("moved their buffers", move)
+    for module in model.modules():
+        for name, here in module._buffers.items():
+            if here is not None:
+                module._buffers[name] = moved[here]
+
+
+def _moved(name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        with allocation(bytes_of(buffer), f"buffer {name!r}", Tier.DEVICE):
+            return buffer.to(device)
+    except ElixirError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"buffer {name!r}, of {type(buffer).__name__}, cannot be moved to {device} "
+            f"({type(error).__name__}: {error}): register a plain tensor"
+        ) from error
+
+
+def open_files(
+    plan: Plan, layout: Layout, moments: int, device: torch.device
+) -> tuple[DiskStore | None, ValuesFile | None]:
+    """Creates the files for masters and moments, and for values on disk; None without such chunks.
+
+    Raises TierError on all ranks if one fails.
+    """
+    there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
+    shards = [
+        (chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=plan.values_on_disk))
+        for chunk in there
+        if chunk.key.trainable
+    ]
+    sizes = [values_bytes(chunk) for chunk in there if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
+    if not there:
+        return None, None
+    assert plan.disk is not None, "checked with the other arguments"
+    directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
+    spill: DiskStore | None = None
+    values: ValuesFile | None = None
+
+    def make() -> None:
+        nonlocal spill, values
+        if shards:
+            spill = DiskStore(directory, shards, rank=rank, checked=checked)
+        if sizes:
+            values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
+
+    try:
+        raise_on_all_ranks("made the files for chunks on disk", make, error=TierError)
+    except BaseException:
+        for file in (spill, values):
+            if file is not None:
+                file.close()
+        raise
+    return spill, values

@@ -1,0 +1,292 @@
+"""The command `plan`: will it fit, how fast will it be, what should be set?
+
+Owns its output. Decides nothing: `search` finds the plan, `models.presets` builds the model.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
+from elixir_moe.chunks.plan import Tier, seconds_text, size_text
+from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.planner import cost
+from elixir_moe.planner.explain import explain
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.measure import measured_here
+from elixir_moe.planner.solve import Choice, Packings, Task, price, shortage, solve
+from elixir_moe.planner.tile_size import tile_bytes
+from elixir_moe.torch_private import IMPORTED_LATE
+from elixir_moe.wrapping.tiling import tile_for
+from elixir_tools.cli.largest import run_largest
+from elixir_tools.finetune.defaults import SFT
+from elixir_tools.fit import gpus, strategies
+from elixir_tools.fit.answer import Answer, Asked, answered, assumed_lines, tokens_per_second
+from elixir_tools.fit.figures import Figures, recommended, words_of
+from elixir_tools.fit.tasks import (
+    DTYPES,
+    choose_way,
+    machine_bytes,
+    model_of,
+    pretended_ranks,
+    ranks_of,
+    reserve_of,
+    task_of,
+)
+from elixir_tools.fit.ways import compares_ways, run_ways, ways_lines
+from elixir_tools.garbage import uncollected
+from elixir_tools.models.presets import Planned
+from elixir_tools.train.waiting import Tell, Waits
+
+_MOST_TOKENS = 2**40
+"""Most tokens in a batch: the sizes of larger tensors would overflow."""
+_MOST_IMBALANCE = 10**6
+_WORTH = 0.99
+"""Part of a step's seconds below which tiles are worth their trouble."""
+
+
+def run(known: argparse.Namespace) -> int:
+    """Prints the plan and returns 0, or prints why there is none and returns 2. Raises ConfigError."""
+    choose_way(known)
+    _check_sizes(known)
+    if not 1 <= known.imbalance <= _MOST_IMBALANCE:
+        raise ConfigError(
+            f"--imbalance: expected a finite number of at least 1, at most {_MOST_IMBALANCE}, got {known.imbalance}"
+        )
+    if machine_bytes("--budget", known.budget) == 0:
+        raise ConfigError("--budget=0: expected at least 1 byte")
+    hardware = _machine(known)
+    hardware.links(known.gpus)
+    reserve_of(known, hardware)
+    if known.largest is not None:
+        _import_compiler()
+        return run_largest(known, hardware)
+    known.assumed = [name for name in ("batch", "seq") if getattr(known, name) is None]
+    known.batch = known.batch or SFT["per_device_train_batch_size"]
+    known.seq = known.seq or SFT["max_length"]
+    if known.quick or compares_ways(known):
+        return run_ways(known, hardware, _exact)
+    return _exact(known, hardware, {})
+
+
+def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Figures]) -> int:
+    """The answer by a trace and a search, below the figures of `ways` to train, of which it is the recommended one."""
+    started = time.perf_counter()
+    _import_compiler()
+    with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("building the model without data") as tell:
+        asked, searched = _searched(known, hardware, mesh, tell)
+        tell("searching what would help, and how far it reaches" if known.thorough else "searching what would help")
+        answer = answered(asked)
+    task, choice = asked.task, asked.choice
+    report = _report(known, asked)
+    report |= {"profile_seconds": time.perf_counter() - started - searched, "search_seconds": searched}
+    report["answer"] = list(answer.sentences)
+    if known.compare:
+        report["compare"] = list(_compare(task, choice))
+    best = recommended(ways) if ways else ""
+    if ways:
+        ways = {**ways, best: ways[best] if choice is None else Figures.of_choice(choice)}
+        report["ways"] = words_of(ways)
+    if known.json:
+        print(json.dumps(report))
+    else:
+        above = [*assumed_lines(known, hardware), *(ways_lines(known, hardware, ways, best) if ways else ())]
+        print("\n".join([*above, _as_text(known, report, answer, asked)]))
+    return 0 if choice is not None else 2
+
+
+def _searched(
+    known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None, tell: Tell
+) -> tuple[Asked, float]:
+    """The question, its fastest plan and the seconds of the search. Tiles are there if they make it fit or faster."""
+    plain, seconds = _solved(known, hardware, model_of(known, mesh), tell)
+    size = tile_bytes(plain.task, plain.choice, plain.packings)
+    if size is None:
+        return plain, seconds
+    given = model_of(known, mesh)
+    narrow = DTYPES[known.dtype].itemsize  # a tile's bytes are those of the step's dtype, as most models are loaded
+    try:
+        tile_for(given.model, size, narrow)
+    except ConfigError as error:
+        return replace(plain, untiled=str(error).partition("\n")[0].removeprefix("tile: ")), seconds
+    tiled, more = _solved(known, hardware, given, tell, f", in tiles of {size_text(size)}")
+    tiled = replace(tiled, tiles=size_text(size).replace(".00", ""))
+    if tiled.choice is not None and (
+        plain.choice is None or tiled.choice.seconds.step < _WORTH * plain.choice.seconds.step
+    ):
+        return tiled, seconds + more
+    return plain, seconds + more
+
+
+def _solved(
+    known: argparse.Namespace, hardware: Hardware, given: Planned, tell: Tell, cut: str = ""
+) -> tuple[Asked, float]:
+    """The question about a model, with the fastest plan, and the seconds of its search; `cut`: its tiles in words."""
+    with _layers_told(given.model, tell, f"tracing a step{cut}"):
+        task = task_of(known, hardware, given, known.batch, known.seq)
+    tell(f"searching for the fastest plan{cut}")
+    started = time.perf_counter()
+    reason, choice, packings = "", None, Packings(task)
+    try:
+        choice = solve(task, packings)
+    except PlanError as error:
+        reason = str(error)
+    asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason, packings=packings)
+    return asked, time.perf_counter() - started
+
+
+@contextmanager
+def _layers_told(model: nn.Module, tell: Tell, what: str) -> Iterator[None]:
+    """While open, tells which layer of the model runs. The hook is torch's, so that equal layers stay equal."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=len, default=())
+    numbers = {layer: number for number, layer in enumerate(layers, 1)}
+
+    def before(module: nn.Module, _args: object) -> None:
+        if module in numbers:
+            tell(f"{what} (layer {numbers[module]} of {len(numbers)})")
+
+    tell(what)
+    handle = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _machine(known: argparse.Namespace) -> Hardware:
+    """The machine that the arguments describe."""
+    host, disk = machine_bytes("--ram", known.ram), machine_bytes("--disk-size", known.disk_size)
+    if known.gpu is not None:
+        hardware = gpus.machine(known.gpu, known.gpus)
+    elif known.hardware == "here":
+        hardware = measured_here(known.gpus)
+    else:
+        hardware = Hardware.named(known.hardware)
+    if host is not None:
+        hardware = gpus.with_host(hardware, host)
+    if disk is None and known.disk_speed is not None and hardware.disk_bytes is None:
+        raise ConfigError(f"--disk-speed {known.disk_speed!r}: there is no disk, give --disk-size too")
+    speed = None if known.disk_speed is None else _speed(known.disk_speed)
+    if disk == 0:
+        hardware = replace(hardware, disk_bytes=None)
+    elif disk or speed:
+        hardware = gpus.with_disk(hardware, disk or hardware.disk_bytes or 0, speed)
+    return hardware
+
+
+def _speed(text: str) -> float:
+    """1e9 bytes a second from a text such as ``6 GB/s``."""
+    amount, slash, second = text.partition("/")
+    nbytes = machine_bytes("--disk-speed", amount) if slash and second.strip() == "s" else None
+    if not nbytes:
+        raise ConfigError(f"--disk-speed {text!r}: expected a rate such as '6 GB/s'")
+    return nbytes / 1e9
+
+
+def _check_sizes(known: argparse.Namespace) -> None:
+    """Checks the numbers of GPUs, sequences and tokens. The one that is searched for must not be given."""
+    for name in ("gpus", "batch", "seq", "accumulation"):
+        value = getattr(known, name)
+        if name == known.largest and value is not None:
+            raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
+        if known.largest is not None and name != known.largest and value is None:
+            raise ConfigError(f"the following arguments are required: --{name}; see elixir-moe plan --help")
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+    if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:
+        raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
+    if known.largest is not None and known.compare:
+        raise ConfigError("--compare prices one plan, and --largest finds none: leave one of them out")
+    if known.largest is None and known.picture is not None:
+        raise ConfigError("--picture draws what --largest finds: add --largest model, batch or seq")
+
+
+def _import_compiler() -> None:
+    """Imports the module that fake tensors and checkpointing import at first use, which takes half of the command."""
+    with uncollected():
+        import_module(IMPORTED_LATE)
+
+
+def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
+    task, choice = asked.task, asked.choice
+    report: dict[str, Any] = {
+        "model": asked.given.name,
+        "parameters": task.profile.parameters,
+        "gpus": known.gpus,
+        "batch_per_gpu": known.batch,
+        "seq": known.seq,
+        "feasible": choice is not None,
+        "reason": asked.reason,
+        "tile": asked.tiles,
+    }
+    keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
+    if choice is None:
+        return report | dict.fromkeys(keys) | {"plan": None, "predicted": None, "groups": None}
+    values = (
+        choice.plan.chunk_numel,
+        choice.layout.waste_fraction,
+        choice.plan.blocks(choice.layout),
+        len(choice.layout.chunks),
+        *(choice.chunks_in(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)),
+    )
+    report |= dict(zip(keys, values, strict=True))
+    report["reason"] = "the fastest of all plans that fit"
+    report["plan"] = json.loads(choice.plan.to_json())
+    report["predicted"] = _predicted(choice)
+    report["groups"] = held_rows(choice.plan, choice.layout, task.moments)
+    return report
+
+
+def _predicted(choice: Choice) -> dict[str, Any]:
+    task, step = choice.task, choice.seconds.step
+    device, host = task.held_bytes(choice.size)
+    return {
+        "step_seconds": step,
+        "tokens_per_second": tokens_per_second(choice),
+        "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step, task.accumulation),
+        "device_peak_bytes": cost.device_peak(task.profile, device, task.imbalance),
+        "host_bytes_per_rank": host + task.kept_bytes,
+        "disk_bytes": choice.size.disk_bytes,
+    }
+
+
+def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
+    """Other strategies on the same chunks."""
+    numel = choice.plan.chunk_numel if choice is not None else None
+    for name, (plan, more) in strategies.plans(task, numel).items():
+        priced = price(task, plan)
+        missing = shortage(task, priced.size, more)
+        predicted = _predicted(priced)
+        predicted["device_peak_bytes"] += more
+        short = {tier.value: nbytes for tier, nbytes in missing.items()}
+        yield {"strategy": name, "feasible": not missing, "short_bytes": short, **predicted}
+
+
+def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, asked: Asked) -> str:
+    task, choice = asked.task, asked.choice
+    lines = [*answer.summary, *answer.further]
+    if known.details:
+        lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]
+        lines += answer.sentences
+        lines += [] if choice is None else [explain(choice), HELD_HEAD, *map(held_line, report["groups"])]
+    for row in report.get("compare", ()):
+        fits = "fits" if row["feasible"] else f"short of {_short(row['short_bytes'])}"
+        step, tflops = seconds_text(row["step_seconds"]), row["tflops_per_gpu"]
+        lines.append(f"{row['strategy']:15} {step:>11} {tflops:7.1f} TFLOPS  {fits}")
+    if known.details:
+        lines.append(f"profiled in {report['profile_seconds']:.2f} s, searched in {report['search_seconds']:.2f} s")
+    return "\n".join(lines)
+
+
+def _short(missing: dict[str, int]) -> str:
+    return " and ".join(f"{size_text(nbytes)} of {tier} memory" for tier, nbytes in missing.items())

@@ -1,0 +1,170 @@
+"""LoRA on models without data, as peft adds it; and frozen parameters.
+
+Owns the words that name adapters and their way to peft, which builds them. Adds no adapter of its own.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from elixir_moe.errors import ConfigError, meant
+from elixir_moe.hf.fused_experts import adapt_beside
+from elixir_moe.quantized.packed import SCALES
+from elixir_tools.models.lora import ALL_LINEAR, EXPERTS, Lora
+
+_ROUTER_NAMES = {"router", "gate"}
+"""Last or last but one part of the name of a router's weight."""
+
+
+def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
+    """`with_adapters`, with those of fused experts multiplied beside their weights. Raises ConfigError as it does."""
+    found = with_adapters(model, lora, init=init)
+    adapt_beside(found)
+    return found
+
+
+def check_targets(model: nn.Module, lora: Lora) -> None:
+    """Raises ConfigError if a target matches nothing in the model."""
+    modules = [target for target in lora.targets if target not in (ALL_LINEAR, EXPERTS)]
+    for targets, names in (
+        (modules, [name for name, _ in model.named_modules()]),
+        (lora.parameters, [name for name, _ in model.named_parameters()]),
+    ):
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
+                raise ConfigError(
+                    f"targets of --lora: {target} matches nothing in {type(model).__name__}{hint and f'; {hint}'}"
+                )
+    if EXPERTS in lora.targets and not fused_experts(model):
+        raise ConfigError(
+            f"targets of --lora: {EXPERTS} matches nothing: {type(model).__name__} has no "
+            f"parameter of three dims in a module called experts; name them with parameters= or targets="
+        )
+
+
+def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
+    """The model with peft's adapters, which alone are trained.
+
+    Args:
+        model: the base.
+        lora: what gets an adapter.
+        init: as peft draws them, so that the model is the base at first. Otherwise no factor is zero, so that all get a
+            gradient at once.
+
+    Raises:
+        ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it; or peft takes a router
+            for a linear layer.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("--lora adds the adapters of peft: pip install peft") from error
+    check_targets(model, lora)
+    targets = lora.targets or (() if lora.parameters else default_targets(model))
+    modules, parameters = peft_targets(model, targets, lora.parameters)
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        init_lora_weights=init,
+    )
+    try:
+        found: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ConfigError(f"--lora: peft refuses {lora}: {str(error).partition('. ')[0]}") from error
+    refuse_routers(found)
+    return found
+
+
+def refuse_routers(model: nn.Module) -> None:
+    """Raises ConfigError if peft has taken a router for a linear layer: it would add its product to a tuple."""
+    for name, module in _with_factors(model):
+        base = type(module.get_base_layer())
+        if isinstance(module.get_base_layer(), nn.Linear) and base.__name__.endswith("Router"):
+            raise ConfigError(
+                f"peft adapts {name!r} as a linear layer, but a {base.__name__} returns more than a product: name "
+                f"targets without routers, such as {_without_routers(model)}"
+            )
+
+
+def adapted_modules(model: nn.Module) -> Iterator[str]:
+    """What has adapters, a line for each stack of layers: its modules by the ends of their names, and how many."""
+    stacks: dict[str, Counter[str]] = {}
+    routers: set[str] = set()
+    for name, _ in _with_factors(model):
+        stack, number, inner = re.match(r"(?:(.*?)\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
+        kind = ".".join([part for part in inner.split(".") if not part.isdigit()][-2:])
+        stacks.setdefault(stack if number else "", Counter())[kind] += 1
+        if _is_router(name):
+            routers.add(kind)
+    for stack, kinds in stacks.items():
+        yield (f"{stack}: " if stack else "") + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    if routers:
+        yield (
+            f"routers are among them ({', '.join(sorted(routers))}), so that training changes which experts tokens "
+            f"reach; targets without them: {_without_routers(model)}"
+        )
+
+
+def _with_factors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name in the base, module of peft) of all that has adapters; of a parameter, with its name."""
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "get_base_layer"):
+            parts = [part for part in path.removeprefix("base_model.model.").split(".") if part != "base_layer"]
+            yield ".".join([*parts, *filter(None, [getattr(module, "parameter_name", None)])]), module
+
+
+def _is_router(name: str) -> bool:
+    """Whether a module, or a parameter, is that of a router, by the names that mixtures give them."""
+    return not _ROUTER_NAMES.isdisjoint(name.split(".")[-2:])
+
+
+def _without_routers(model: nn.Module) -> str:
+    """Targets that have all adapted modules but the routers."""
+    paths = [name.split(".") for name, _ in _with_factors(model) if not _is_router(name)]
+    ends = [EXPERTS if "experts" in path[-2:-1] else path[-1] for path in paths]
+    return ",".join(dict.fromkeys(ends))
+
+
+def default_targets(model: nn.Module) -> tuple[str, ...]:
+    """What adapters are on where nobody says it: all linear layers, and fused experts if there are any."""
+    return (ALL_LINEAR, EXPERTS) if fused_experts(model) else (ALL_LINEAR,)
+
+
+def peft_targets(
+    model: nn.Module, targets: Iterable[str], parameters: Iterable[str]
+) -> tuple[str | list[str], list[str]]:
+    """peft's `target_modules` and `target_parameters` for targets among which "experts" means all fused experts."""
+    targets = list(targets)
+    modules = [target for target in targets if target != EXPERTS]
+    stacks = fused_experts(model) if EXPERTS in targets else []
+    return ALL_LINEAR if modules == [ALL_LINEAR] else modules, [*parameters, *stacks]
+
+
+def fused_experts(model: nn.Module) -> list[str]:
+    """Ends of the names of parameters that hold a matrix for each of several experts."""
+    paths = [name.split(".") for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(SCALES)]
+    return sorted({".".join(path[-2:]) for path in paths if len(path) > 1 and "experts" in path[-2]})
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freezes the parameters whose names match one of the shell patterns.
+
+    Raises:
+        ConfigError: a pattern matches none, or nothing is left to train.
+    """
+    for pattern in patterns:
+        matched = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matched:
+            some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+            raise ConfigError(f"--freeze {pattern!r} matches no parameter; names are as {some}")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("--freeze leaves no parameter to train")

@@ -1,0 +1,89 @@
+"""The picture of a run: losses against steps, with the bigram model's loss as a line.
+
+Owns `loss.png`, the lines in it, and the check of a file that `--picture` names. `figures` draws.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elixir_moe.errors import ConfigError
+from elixir_moe.page.document import SERIES
+from elixir_tools.report import figures, history
+from elixir_tools.report.figures import Point, Series
+
+
+def loss_lines(
+    train: Sequence[Point], validation: Sequence[Point], bigram: float | None, *, run: str = "", color: str = SERIES[0]
+) -> list[Series]:
+    """The lines of a run: (step, loss) of each step, of each evaluation, and the bigram model's if it is known.
+
+    Of several runs, each has a name, a color and two lines.
+    """
+    before, smooth = f"{run}, " if run else "", history.smooth([loss for _, loss in train])
+    mean = [(step, loss) for (step, _), loss in zip(train, smooth, strict=True)]
+    lines = [
+        Series(label="each step", points=[] if run else train, style="faint"),
+        Series(label=f"{before}training, mean of {history.WINDOW} steps", points=mean, color=color),
+        Series(label=f"{before}validation", points=validation, color=color if run else SERIES[1], style="dots"),
+    ]
+    if bigram is not None and train and not run:
+        ends = [(train[0][0], bigram), (train[-1][0], bigram)]
+        lines.append(Series(label="bigram model", points=ends, color=SERIES[-1], style="dashed"))
+    return [line for line in lines if line.points]
+
+
+def draw_losses(
+    path: Path,
+    title: str,
+    train: Sequence[Point],
+    validation: Sequence[Point],
+    bigram: float | None,
+) -> None:
+    """Draws the losses of a run as PNG.
+
+    Args:
+        path: the file to write.
+        title: title of the picture.
+        train: (step, loss) of each step; at least one.
+        validation: (step, loss) of each evaluation.
+        bigram: loss of the bigram model on the validation bytes, if known.
+    """
+    lines = loss_lines(train, validation, bigram)
+    figure = figures.lines(lines)
+    labels = [f"{line.label} {figures.number_text(line.points[-1][1])}" for line in lines]
+    figure.axes[0].legend(labels, frameon=False, fontsize="small")
+    figure.axes[0].set_title(title.encode(errors="replace").decode(), fontsize="small")
+    figure.set_size_inches(7, 4)
+    figures.literal(figure)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
+    """Draws the losses of a run, finished or not, as PNG. `found`: as `history.account` gives it.
+
+    Raises:
+        ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
+    """
+    records = (record for _, record in history.records_of(directory / "metrics.jsonl"))
+    train, validation = history.losses_of(records)
+    if not train:
+        raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again after the first step")
+    with png_asked_for(path):
+        draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
+
+
+@contextmanager
+def png_asked_for(path: Path) -> Iterator[None]:
+    """Around the drawing of the PNG that `--picture` names.
+
+    Raises:
+        ConfigError: `path` does not end in .png, or cannot be written.
+    """
+    if path.suffix != ".png":
+        raise ConfigError(f"--picture {str(path)!r}: expected a file that ends in .png")
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--picture: cannot write {str(path)!r}: {error.strerror}; choose another file") from error

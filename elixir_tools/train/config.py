@@ -1,0 +1,364 @@
+"""The settings of a training run: their meaning, their units, and which values fit together.
+
+Owns the sections and their checks, also those against the number of ranks. Reads no file itself (`settings` does) and
+starts nothing: mistakes are found here before there is a process group. What needs torch is imported where settings are
+used, so that the help needs none.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+
+from elixir_moe.errors import ConfigError, LayoutError, PlanError
+from elixir_moe.names import Master, Moments
+from elixir_moe.records import ABOVE_0, Check, Respelled, at_least, check
+from elixir_tools import settings
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.names import DTYPES, short_dtype
+from elixir_tools.watch.supervisor import WatchConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from elixir_moe.chunks.plan import AutoPlan, Plan
+    from elixir_tools.train.data import Text
+
+_MEANINGFUL: dict[str, tuple[str, ...]] = {
+    "ddp": ("reduce_dtype", "master", "moments"),
+    "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
+    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
+    "offload": (
+        *("device", "host", "disk", "values_on_disk", "verify", "shared_frozen", "rcache"),
+        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
+        *("master", "moments"),
+    ),
+    "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype", "master", "moments"),
+}
+"""By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
+_SIZES = ("rcache", "device", "host", "budget")
+_LEAST_BYTES = 1000
+"""Bytes below which nobody means a size: the unit is missing."""
+BYTES = 256
+"""Distinct tokens of a text."""
+_FREE = ("model.ep", "model.checkpoint")
+"""Settings of the model that a resumed run may change."""
+_FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+
+
+def at_home(section: object, *names: str) -> None:
+    """Writes the home directory for a ``~`` at the beginning of these paths."""
+    for name in names:
+        given = getattr(section, name)
+        paths = (
+            tuple(map(os.path.expanduser, given)) if isinstance(given, tuple) else given and os.path.expanduser(given)
+        )
+        object.__setattr__(section, name, paths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The running text that is trained on; each byte is a token."""
+
+    paths: tuple[str, ...] = ()
+    """Files or glob patterns, joined in order; if empty, the English text of Python's own help."""
+    validation: Annotated[
+        float,
+        Check("a share between 0 and 1", lambda share: 0 < share < 1),
+    ] = 0.1
+    """Fraction of the text, from the end, kept for validation."""
+
+    def __post_init__(self) -> None:
+        check(self, "data")
+        at_home(self, "paths")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """Where weights and optimizer state are stored, and how much memory gathered weights may use.
+
+    Sizes are per rank, in bytes or as texts such as "20 GiB".
+    """
+
+    kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
+    """ddp: every rank stores everything; zero2: weights and optimizer state sharded, weights gathered once a step;
+    zero3: weights gathered when used; offload: like zero3, with state in host memory; auto: search for the fastest plan
+    that fits."""
+    rcache: int | str | None = None
+    """Device memory for gathered chunks (zero3, offload); null: the least a step needs, plus room to gather ahead."""
+    rcache_blocks: int | Literal["all"] | None = None
+    """Number of blocks for gathered chunks, or all; instead of rcache."""
+    device: int | str | None = None
+    """Device memory for state that stays on the device (offload); null: none stays."""
+    device_chunks: int | None = None
+    """Number of chunks whose state stays on the device, instead of device."""
+    host: int | str | None = None
+    """Host memory for state (offload); the rest goes to disk. Null: all state, or with disk as much as fits in free
+    host memory."""
+    disk: str | None = None
+    """Folder for state on disk (offload, auto); null: use no disk."""
+    disk_chunks: int | None = None
+    """Number of chunks whose master weights and moments are on disk, instead of host."""
+    values_on_disk: bool | None = None
+    """Chunks on disk keep nothing in host memory: their 16-bit weights and sums of gradients are on disk too (offload);
+    null: false."""
+    verify: bool | None = None
+    """Compare checksums of everything read from disk; null: false."""
+    shared_frozen: bool | None = None
+    """Keep frozen weights once for all ranks of a host, gathered without a collective (offload); null: false."""
+    chunk_numel: int | None = None
+    """Elements of a chunk (zero2, zero3, offload); null: the smallest length that wastes little memory."""
+    hardware: str | None = None
+    """Machine to plan for (auto): the name of one that ships with the package, or a file; null: measure this one."""
+    budget: int | str | None = None
+    """Device memory of a rank, activations included (auto); null: all free memory."""
+    reduce_dtype: Annotated[str | None, Respelled(lambda name: DTYPES.get(name, name))] = None
+    """Dtype in which gradients are summed over the ranks: float32, or the 16-bit dtype of the weights, which halves the
+    bytes on the wire over NCCL and rounds with every rank that adds; null: float32."""
+
+    host_checkpoints: int | Literal["all"] | None = None
+    """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
+    zero3, offload), or all; null: none."""
+    master: Annotated[Master | None, Respelled(short_dtype)] = None
+    """Master weights of the layers' matrices: fp32, or bf16, rounded stochastically; null: fp32."""
+    moments: Annotated[Moments | None, Respelled(short_dtype)] = None
+    """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
+
+    def __post_init__(self) -> None:
+        from elixir_moe.chunks.plan import size_bytes
+
+        for name in {name for names in _MEANINGFUL.values() for name in names}:
+            if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
+                meant = f"plan.{name} means nothing for plan.kind={self.kind}"
+                raise ConfigError(f"{meant}: remove it, or choose another kind")
+        if self.disk_chunks and self.disk is None:
+            raise ConfigError(f"plan.disk_chunks={self.disk_chunks} needs a folder: give plan.disk")
+        try:
+            for name in _SIZES:
+                size_bytes(name, getattr(self, name), least=_LEAST_BYTES)
+            self.plan(_no_step, (), 1)
+        except (ConfigError, PlanError) as error:
+            raise ConfigError(f"plan: {error}") from None
+
+    def plan(self, step: "Callable[[nn.Module, Any], Any]", sample: Any, accumulation: int) -> "Plan | AutoPlan":
+        """The plan; for kind "auto", the request to search one for `accumulation` runs of ``step(model, sample)``."""
+        from elixir_moe.chunks.plan import Plan
+
+        given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
+        if self.kind == "auto":
+            return Plan.auto(step, sample, accumulation=accumulation, **given)
+        preset: Callable[..., Plan] = getattr(Plan, self.kind)
+        return preset(**given)
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """The arguments of a `Plan` preset that say in which precision state is kept, where they are given."""
+        return {name: value for name in ("master", "moments") if (value := getattr(self, name)) is not None}
+
+
+def _no_step(model: "nn.Module", sample: Any) -> None:
+    raise AssertionError("a step that is never run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay of the learning rate."""
+
+    lr: Annotated[float, ABOVE_0] = 1e-3
+    """Peak learning rate."""
+    betas: Annotated[
+        tuple[float, float],
+        Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1),
+    ] = (0.9, 0.95)
+    """Decay rates of the two moments, per step."""
+    eps: Annotated[float, ABOVE_0] = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: Annotated[float, _FINITE] = 0.1
+    """Decoupled weight decay, for parameters with two or more dims only."""
+    warmup_steps: Annotated[int, at_least(0)] = 50
+    """Steps of linear warm-up to the peak learning rate."""
+    final_lr: Annotated[
+        float,
+        Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1),
+    ] = 0.1
+    """Learning rate of the last step, as a fraction of lr."""
+    clip_norm: Annotated[
+        float | None,
+        ABOVE_0,
+    ] = 1.0
+    """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
+    watch.memory_tries=0, from the first checkpoint on."""
+
+    def __post_init__(self) -> None:
+        check(self, "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Length of the run, batch size, dtype, evaluation and output."""
+
+    out: Annotated[str, Check("a directory", str.strip)]
+    """Directory for everything the run writes; created if missing, refused if it holds anything other than this run."""
+    overwrite: bool = False
+    """Replace a run in out, finished or not. A run restarted by its launcher continues all the same."""
+    resume: str = "auto"
+    """auto: continue the run in out, if any, from its latest checkpoint; fall_back: from the latest undamaged
+    checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
+    timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE] = 600.0
+    """Seconds a rank waits for the others before all ranks end with an error."""
+    steps: Annotated[
+        int,
+        at_least(1),
+    ] = 100
+    """Optimizer steps."""
+    global_batch: Annotated[
+        int,
+        at_least(1),
+    ] = 32
+    """Samples per step, over all ranks and micro-batches; a sample is a row of tokens."""
+    accumulation: Annotated[
+        int,
+        at_least(1),
+    ] = 1
+    """Micro-batches that each rank runs per optimizer step."""
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Respelled(short_dtype),
+    ] = "fp32"
+    """Dtype of forward and backward; plan.master and plan.moments say in which master weights and moments are kept."""
+    loss: Literal["whole", "fused"] = "whole"
+    """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""
+    seed: Annotated[int, Check("0 or more, below 2**62", lambda seed: 0 <= seed < 2**62)] = 0
+    """Seed of weights, samples, dropout and the text sample."""
+    eval_every: Annotated[int, at_least(1)] = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    eval_batches: Annotated[int, at_least(1)] = 8
+    """Batches per evaluation, each as large as a micro-batch of all ranks; fewer if the validation text is shorter."""
+    log_every: Annotated[int, at_least(1)] = 10
+    """Steps between log lines if the output is not a terminal."""
+    sample_bytes: Annotated[int, at_least(0)] = 300
+    """Bytes of text that the trained model writes at the end."""
+    temperature: Annotated[float, _FINITE] = 0.8
+    """Sampling temperature of this text; 0 always takes the most likely token."""
+    tp: Annotated[int, at_least(1)] = 1
+    """Tensor-parallel degree: neighboring ranks that share the samples of a micro-batch, and cut attention heads and
+    dense MLPs among them. Divides the ranks and model.n_heads."""
+    threads: Annotated[int, at_least(1)] = 1
+    """CPU threads per rank."""
+    profile: Annotated[int | None, at_least(1)] = None
+    """Number of a step that torch.profiler records on rank 0, with all that follows it, such as an evaluation;
+    `elixir-moe report --html` draws it. Updates on a thread that end behind the step are not in it. Null: none."""
+    activations: bool = False
+    """Record how the outputs of layers and their parts are distributed, at each evaluation, on rank 0;
+    `elixir-moe report --activations` prints it."""
+
+    def __post_init__(self) -> None:
+        check(self, "run")
+        at_home(self, "out", "resume")
+
+    @property
+    def compute_dtype(self) -> "torch.dtype | None":
+        """The dtype of forward and backward; None: that of the weights."""
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype])
+        return None if self.dtype == "fp32" else found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """Checkpoints of the whole training state, in OUT/checkpoints."""
+
+    every: Annotated[int | None, at_least(1, "step")] = 100
+    """Steps between checkpoints; the last step is always saved. Null: no regular checkpoints."""
+    keep: Annotated[int, at_least(1)] = 2
+    """Number of checkpoints to keep."""
+    asynchronous: bool = True
+    """Continue training while a checkpoint is written."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Reaction to a checkpoint that cannot be written, for example on a full disk; for the last one, always stop."""
+
+    def __post_init__(self) -> None:
+        check(self, "save")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainWatchConfig(WatchConfig):
+    """Supervision of the run: faults to detect, and how to react."""
+
+    memory_tries: Annotated[int, at_least(0)] = 6
+    """Number of times a step that ran out of memory is redone with less before the run ends: first with a smaller
+    rCache, then with smaller micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """All settings of a training run."""
+
+    model: GPTConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    watch: TrainWatchConfig = field(default_factory=TrainWatchConfig)
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        if self.model.vocab_size < BYTES:
+            raise ConfigError(f"model.vocab_size={self.model.vocab_size}: tokens are bytes; give at least {BYTES}")
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch of all ranks."""
+        return self.run.global_batch // self.run.accumulation
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises LayoutError or ConfigError if these settings do not fit that many ranks."""
+        tp = self.run.tp
+        _check_degree("run.tp", tp, ranks, f"the {ranks} ranks of this run")
+        self.model.check_tp(tp)
+        by_tp = f" / run.tp={tp}" * (tp > 1)
+        for layer, ep in enumerate(self.model.ep):
+            _check_degree(f"model.ep[{layer}]", ep, ranks // tp, f"the {ranks} ranks of this run{by_tp}")
+        unit = ranks // tp * self.run.accumulation
+        if self.run.global_batch % unit:
+            raise ConfigError(
+                f"run.global_batch={self.run.global_batch} is not a multiple of {ranks} ranks{by_tp} x "
+                f"run.accumulation={self.run.accumulation}: choose a multiple of {unit}"
+            )
+
+    def load_data(self) -> "Text":
+        """What is trained on. Raises ConfigError if it cannot be read, or does not fit the model."""
+        from elixir_tools.train.data import load_text
+
+        return load_text(self.data.paths, self.data.validation, self.model.seq_len)
+
+
+def _check_degree(key: str, degree: int, ranks: int, what: str) -> None:
+    """Raises LayoutError if a degree of parallelism does not divide the ranks."""
+    if ranks % degree:
+        raise LayoutError(
+            f"{key}={degree} does not divide {what}: choose one of "
+            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}, or start another number of ranks"
+        )
+
+
+def identity(config: TrainConfig, data: "Text") -> dict[str, object]:
+    """{dotted key: value} of the settings that a run cannot change when it resumes: those of model and optimizer, seed,
+    batch size, and a hash of what is trained on (``data.text``)."""
+    plain = yaml.safe_load(settings.to_yaml(config))
+    sections = {name: plain[name] for name in ("model", "optimizer")}
+    sections["data"] = {"validation": plain["data"]["validation"]}
+    sections["run"] = {key: plain["run"][key] for key in ("seed", "global_batch")}
+    fixed = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in fixed.items() if key not in _FREE} | {"data.text": data.digest()}
+
+
+def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError."""
+    return settings.build(TrainConfig, settings.read_yaml(path) if path is not None else {}, overrides)

@@ -1,0 +1,137 @@
+"""Recovery from out of memory on any rank: all ranks leave the step, save its start, and restart it with less memory.
+
+Owns the message between ranks, the choice of the next smaller setting, and the restart of the process groups. A rank
+that runs out of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and
+destroys its process groups, which makes those of the others fail on gloo. On NCCL they would wait on their GPUs, where
+no error reaches them: there each rank's watchdog reads the store and aborts the rank's own collectives (`Abort`).
+"""
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elixir_moe.distributed.collectives import abort_nccl, world_timeout
+from elixir_moe.errors import TierError
+from elixir_moe.inspect import inspect
+from elixir_tools.train.config import PlanConfig, TrainConfig
+from elixir_tools.train.training import Training
+
+_KEY = "out of memory"
+
+
+def smaller(
+    plan: PlanConfig, blocks: int, least: int, rows: int, accumulation: int
+) -> Iterator[tuple[PlanConfig, int]]:
+    """Yields (plan, micro-batches) with less and less memory: first the rCache is halved, then micro-batches.
+
+    Args:
+        plan: the present plan.
+        blocks: present blocks of the rCache.
+        least: the fewest blocks a step needs.
+        rows: samples of a rank in a step, over all its micro-batches.
+        accumulation: present number of micro-batches.
+    """
+    while plan.kind not in ("ddp", "auto") and blocks > least:
+        blocks = max(least, blocks // 2)
+        kind = "zero3" if plan.kind == "zero2" else plan.kind
+        plan = replace(plan, kind=kind, rcache=None, rcache_blocks=blocks)
+        yield plan, accumulation
+    for more in itertools.count(accumulation + 1):
+        if more > rows:
+            return
+        if rows % more == 0 and more >= 2 * accumulation:
+            accumulation = more
+            yield plan, accumulation
+
+
+class Scarcity:
+    """The sequence of settings with less memory."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.tries = 0
+        self._config = config
+        self._steps: Iterator[tuple[PlanConfig, int]] | None = None
+
+    def next(self, training: Training) -> TrainConfig:
+        """Settings for the next try. Raises TierError if none are left."""
+        config, found = self._config, inspect(training.model)
+        rows, blocks = config.run.global_batch // training.replicas, found.plan.blocks(found.layout)
+        if self._steps is None:
+            least = 1 if found.schedule is None else found.schedule.least_blocks()
+            self._steps = smaller(config.plan, blocks, least, rows, training.progress.accumulation)
+        self.tries += 1
+        smaller_one = next(self._steps, None) if self.tries <= config.watch.memory_tries else None
+        if smaller_one is None:
+            raise TierError(
+                f"out of memory even with {training.progress.accumulation} micro-batches a rank and an rCache "
+                f"of {blocks} blocks: use more ranks, a smaller model, or plan.kind=offload"
+            )
+        plan, accumulation = smaller_one
+        batches = config.run.eval_batches * accumulation // config.run.accumulation  # smaller ones, of the same rows
+        return replace(config, plan=plan, run=replace(config.run, accumulation=accumulation, eval_batches=batches))
+
+
+def say_so(store: Any, rank: int, *, redoable: bool) -> None:
+    """Tells the other ranks that this rank is out of memory, and whether the step can be redone."""
+    store.set(_KEY, f"{int(redoable)} rank {rank}")
+
+
+def who(store: Any) -> tuple[str, bool] | None:
+    """(rank that is out of memory, whether the step can be redone); None if there is none."""
+    if not store.check([_KEY]):
+        return None
+    redoable, _, rank = store.get(_KEY).decode().partition(" ")
+    return rank, redoable == "1"
+
+
+class Abort:
+    """Aborts this rank's NCCL collectives, once for each time that a rank runs out of memory."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
+        """Looks into the store with `ask`; called again and again, beside the training."""
+        short = ask(who) is not None
+        if short and not self._done:
+            abort_nccl()
+        self._done = short
+
+
+def forget(store: Any, process_group: dist.ProcessGroup) -> None:
+    """Removes the message of `say_so` once all ranks have read it. Collective."""
+    dist.barrier(group=process_group)
+    store.delete_key(_KEY)
+    dist.barrier(group=process_group)
+
+
+def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
+    """Ends all process groups and restarts torch.distributed with the same ranks. Every rank calls it.
+
+    Returns:
+        A gloo process group of all ranks.
+    """
+    timeout = world_timeout()
+    backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
+    if ranks > 1:
+        abort_nccl()  # destroyed alone, they would wait for what is under way
+    dist.destroy_process_group()
+    release()
+    # A peer may notice only when its collective times out: code below Python can keep a connection open.
+    store.set(f"here {attempt} {rank}", "")
+    store.wait([f"here {attempt} {other}" for other in range(ranks)], 2 * timeout)
+    again = dist.PrefixStore(f"attempt {attempt}", store.clone())
+    dist.init_process_group(backend, store=again, rank=rank, world_size=ranks, timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
+def release() -> None:
+    """Frees unreferenced memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,213 @@
+"""The output of a run: lines or a progress bar on the screen, and the files of its directory.
+
+Owns what is shown. `report.records` has the files. Only rank 0 has a `Report`. Computes nothing about training.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors.torch import save_file
+
+from elixir_moe.chunks.plan import seconds_text, size_text
+from elixir_tools.report.history import losses_of
+from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text
+
+_COLUMNS = {
+    "chunk_group": "chunk group",
+    "resident": "stays gathered",
+    "numel": "elements",
+    "shard_bytes": "state bytes",
+}
+"""Heads of the columns that are not called as in `inspect`."""
+__all__ = ["Console", "Report"]
+
+
+class Report:
+    """Rank 0's reporter, from the first line to the last file."""
+
+    def __init__(
+        self,
+        console: Console,
+        directory: Path,
+        *,
+        steps: int,
+        log_every: int,
+        bigram_loss: float | None,
+        done: int = 0,
+        details: bool = False,
+    ) -> None:
+        """`done`: steps already done by a resumed run; records of later steps are dropped. `details`: the plan is shown
+        in full."""
+        self._details = details
+        self._console, self._directory = console, directory
+        self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
+        self._first = done + 1
+        self._files = RunFiles(directory, self.say, done=done)
+        self._train_losses, self._val_losses = losses_of(self._files.kept)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        self._files.close()
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """While open, the bar on a terminal says `what` is being done in the place of a step."""
+        self._progress.update(self._task, description=what)
+        yield
+        self._progress.update(self._task, description="")
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def about(self, words: Mapping[str, str]) -> None:
+        """Writes what the run is, in words."""
+        self._files.about(words)
+
+    def plan(
+        self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any], explanation: str
+    ) -> str | None:
+        """Shows where the model lives, and with `details` the plan; writes both to files.
+
+        Returns what differs from the plan of the run's previous start, as text; None if nothing does.
+        """
+        more = "" if self._details else "; --details shows the plan"
+        self.say(f"memory      of a rank: {planned_text(facts['planned_bytes'])}{more}")
+        if self._details:
+            self._show(rows)
+            if explanation:
+                self.say(explanation)
+        return self._files.plan(plan_json, facts)
+
+    def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The state as a table, one row per chunk group."""
+        table = Table(title="state on rank 0, by chunk group", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        for name, value in rows[0].items() if rows else ():
+            table.add_column(_COLUMNS.get(name, name), justify="right" if type(value) is int else "left")
+        for row in rows:
+            table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
+        self._console.print(table)
+
+    def step(self, record: StepRecord) -> None:
+        """Records a step, and shows it if due."""
+        self._files.step(record)
+        self._train_losses.append((record.step, record.loss))
+        if record.val_loss is not None:
+            self._val_losses.append((record.step, record.val_loss))
+        self._progress.update(self._task, completed=record.step, description=f"loss {record.loss:.3f}")
+        due = not self._console.is_terminal and record.step % self._log_every == 0
+        if due or record.val_loss is not None or record.step in (self._first, self._steps):
+            self.say(self._line(record))
+
+    def go_back(self, step: int) -> None:
+        """Drops the records of steps after `step`, which will be run again."""
+        self._files.go_back(step)
+        self._train_losses, self._val_losses = losses_of(self._files.kept)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """Records an event, and shows it."""
+        self._files.event(step, kind, text)
+
+    def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
+        """Writes the state of the run: running, stopped, failed or done."""
+        self._files.status(state, step, checkpoint, reason)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text file in the run directory atomically."""
+        self._files.write(name, text)
+
+    def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes the results of a finished run."""
+        from elixir_tools.report.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
+
+        self._progress.stop()
+        self.write("sample.txt", sample)
+        if weights:
+            self._write_weights(weights)
+        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
+        title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
+        if self._train_losses:  # none where a checkpoint from elsewhere has all steps
+            draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
+        verdict = ""
+        if summary.bigram_loss is not None:
+            below = "below" if summary.val_loss < summary.bigram_loss else "not below"
+            verdict = f", {below} the bigram model's {summary.bigram_loss:.4f}"
+        if sample:
+            self.say(f"\n--- a sample of the model's text\n{sample}\n---\n")
+        done = f" ({summary.steps - self._first + 1} of them in this start)" * (self._first > 1)
+        self.say(
+            f"validation loss {summary.val_loss:.4f}{verdict} (nats/token)\n"
+            f"{summary.steps} steps{done}, {summary.train_seconds:.0f} s, ranks: {summary.ranks}; "
+            f"files in {summary.out}"
+        )
+        if summary.prediction is not None:
+            self.say(_beside(summary.prediction) if self._details else _step_beside(summary.prediction))
+
+    def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
+        tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
+        temporary = self._files.part_of("weights.safetensors")
+        save_file(tensors, temporary)
+        shutil.copymode(self._directory / "sample.txt", temporary)
+        temporary.replace(self._directory / "weights.safetensors")
+
+    def _line(self, record: StepRecord) -> str:
+        norm = "" if record.grad_norm is None else f"  norm {record.grad_norm:.2f}"
+        line = f"step {record.step:>5}  loss {record.loss:.4f}{norm}  lr {record.lr:.2e}"
+        line += f"  {record.tokens_per_second or 0:,.0f} tokens/s"
+        if record.val_loss is not None:
+            line += f"  validation {record.val_loss:.4f}"
+            line += "" if self.bigram_loss is None else f" (bigram {self.bigram_loss:.4f})"
+        return line
+
+
+def _step_beside(prediction: dict[str, Any]) -> str:
+    """The predicted and the measured time of a step."""
+    expected, took = prediction["predicted_step_seconds"], prediction["measured_step_seconds"]
+    if took is None:
+        return f"a step was predicted to take {seconds_text(expected)}; there were too few to compare"
+    return f"a step took {seconds_text(took)}, predicted {seconds_text(expected)}"
+
+
+def _beside(prediction: dict[str, Any]) -> str:
+    """A table of predicted and measured values."""
+    lines = [f"{'':24} {'predicted':>14} {'measured':>14}"]
+    took = prediction["measured_step_seconds"]
+    shown = "too few steps" if took is None else seconds_text(took)
+    lines.append(f"{'a step':24} {seconds_text(prediction['predicted_step_seconds']):>14} {shown:>14}")
+    for tier in ("device", "host", "disk"):
+        expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
+        lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    """A value of the plan's table."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,724 @@
+"""The same few steps twice: in some way on all ranks, and in plain PyTorch in one process.
+
+Owns both runs, what they record, and the way of this library's plans; those of others are in `peers`. In the plain run
+every rank's rows go through the model one after another and the gradients are averaged, which is what a step on several
+ranks means. Compares nothing.
+"""
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
+from elixir_moe.errors import ConfigError
+from elixir_moe.hf.peft import base_of, has_own_adapters, is_peft_model
+from elixir_moe.parallel.state_dict import persistent_buffers
+from elixir_moe.quantized.packed import SCALES, packed_parameters
+from elixir_moe.state.checkpoint.storage import read_manifest
+from elixir_moe.state.checkpoint.whole import Whole
+from elixir_moe.torch_private import tree_leaves, tree_map
+from elixir_tools.verify.plans import AskedPlan
+from elixir_tools.verify.subject import Source, Subject, batch_of, own_loss, parts_of
+
+LR, EPS, CLIP = 1e-2, 1e-4, 1.0
+"""Of AdamW at most, and the largest gradient norm. The tolerances are derived from them."""
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"lr": LR, "eps": EPS, "weight_decay": 0.1},
+    {"lr": LR / 2, "eps": EPS, "weight_decay": 1.0, "betas": (0.8, 0.99)},
+)
+"""Options of AdamW's param_groups: parameters go to them in turn."""
+DECAY = 0.9
+"""Factor of all learning rates, after each step."""
+SEED, _OTHER_SEED, _PROBE = 5, 6, 999
+"""Of the first weights, of those that a load overwrites, and the number of the batch that no step has seen."""
+
+QUANTIZED, HALF, ADAPTERS, FOLDER = "quantized base", "bf16 compute", "adapters", "weights read from a folder"
+RESUME, OTHER_RANKS, OWN_STATE = "resume", "resume on other ranks", "buffers and random generators in the checkpoint"
+"""Parts of a comparison that not every way has."""
+
+Weights = dict[str, Tensor]
+Sums = dict[str, tuple[float, int]]
+"""For each module, in order of their ends: the sum of squares of what it returned, and how many numbers that were."""
+
+
+class Trainee(Protocol):
+    """A model on this rank, and what trains it. Every method is collective."""
+
+    subject: Subject
+    """The model by the names of the plain one, with its loss and its batches."""
+    runs: nn.Module
+    """What a batch is given to: the model, or what is around it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one whose options a schedule changes."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
+
+    def norms(self) -> dict[str, float]:
+        """Of each parameter's gradient, before a clip."""
+
+    def update(self) -> float:
+        """Clips to a norm of `CLIP`, updates and forgets the gradients; returns the norm that was."""
+
+    def weights(self) -> Weights:
+        """All of them, on rank 0; fp32 masters where there are some."""
+
+    def moments(self) -> dict[str, Weights]:
+        """Of AdamW, on rank 0; the square root of the second."""
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Writes a checkpoint with what the user's program keeps there."""
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Reads one; returns `extra`."""
+
+    def export(self, folder: Path) -> None:
+        """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
+
+    def close(self) -> None:
+        """Lets go of what it holds beside the model."""
+
+
+class Way(Protocol):
+    """How a model is trained on several ranks; it can be sent to other processes."""
+
+    @property
+    def not_done(self) -> Mapping[str, str]:
+        """{a part of the comparison that it has not: the reason}."""
+
+    def begin(self, setup: "Setup", seed: int) -> Trainee:
+        """A trainee that is drawn from `seed`. Collective."""
+
+    def started(self, setup: "Setup") -> Weights:
+        """The weights of a model that read the folder of one drawn from `SEED`; none where it has no such way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What both runs do."""
+
+    source: Source
+    """The model, its loss and its batches."""
+    way: Way
+    """What is verified."""
+    ranks: int
+    """Processes that train, until the save."""
+    resumed_ranks: int
+    """Processes that load and go on; they are others if there are more or fewer of them."""
+    steps: int
+    """Steps before the save, and as many after the load."""
+    accumulation: int
+    """Micro-batches of a step."""
+    compute_dtype: torch.dtype | None
+    """Of forward and backward."""
+    folder: Path
+    """For the checkpoint, the export and the records."""
+    device: str = "cpu"
+    """Where the ranks train: "cpu" or "cuda". The plain run is always on the CPU."""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run is saved and goes on."""
+        return RESUME not in self.way.not_done
+
+    @property
+    def all_steps(self) -> int:
+        """Before the save and after the load."""
+        return self.steps * (1 + self.resumes)
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What a run has seen; lists have an entry for each step."""
+
+    losses: list[float] = field(default_factory=list)
+    """Means over ranks and micro-batches."""
+    norms: list[float] = field(default_factory=list)
+    """Of the gradient of the whole model, before it is clipped."""
+    gradients: list[dict[str, float]] = field(default_factory=list)
+    """Norm of each parameter's gradient."""
+    weights: list[Weights] = field(default_factory=list)
+    """Before the first step, and after each."""
+    moments: dict[str, Weights] = field(default_factory=dict)
+    """Of AdamW, when the checkpoint was saved; the square root of the second, which has the size of a gradient."""
+    loaded: Weights = field(default_factory=dict)
+    """Weights after the load into a model that was made anew."""
+    frozen: list[str] = field(default_factory=list)
+    """Parameters that are not trained, in the plain run."""
+    labeled: list[int] = field(default_factory=list)
+    """Rows of the first micro-batch whose loss reaches the logits, for each position; none without such logits."""
+    started: Weights = field(default_factory=dict)
+    """Weights that `em.wrap(weights=...)` read from a folder of transformers."""
+    modules: list[Sums] = field(default_factory=list)
+    """In the first micro-batch of each step, over all rows."""
+    ends: list[tuple[float, Sums]] = field(default_factory=list)
+    """Before the save and after the last step: the loss of another batch, and what modules returned."""
+    kept: list[Weights] = field(default_factory=list)
+    """For each rank, what the checkpoint is to keep besides weights and moments, when it was saved."""
+    found: list[Weights] = field(default_factory=list)
+    """The same after the load."""
+    outputs: Tensor | None = None
+    """Logits after the last step; the loss where the model has none."""
+
+
+# ------------------------------------------------------------------------------------------------------- on all ranks
+
+
+def run_on_ranks(setup: Setup, on_ranks: Callable[..., Any]) -> None:
+    """Calls the functions below on the ranks that `setup` asks for, through ``on_ranks(ranks, function, setup)``."""
+    if setup.resumed_ranks == setup.ranks:
+        on_ranks(setup.ranks, on_these_ranks, setup)
+    else:
+        on_ranks(setup.ranks, train_and_save, setup)
+        on_ranks(setup.resumed_ranks, load_and_go_on, setup)
+
+
+def on_these_ranks(setup: Setup) -> None:
+    """Trains, saves, loads into a new model, trains on and exports. Rank 0 leaves a record. Collective."""
+    train_and_save(setup)
+    if setup.resumes:
+        load_and_go_on(setup)
+
+
+def train_and_save(setup: Setup) -> None:
+    """The first half of `on_these_ranks`. Collective."""
+    record = Record()
+    trainee = setup.way.begin(setup, SEED)
+    schedule = schedule_of(trainee.optimizer)
+    _seed_generators(SEED)
+    for step in range(setup.steps):
+        _step(setup, trainee, schedule, record, step)
+    _end_half(setup, trainee, record)
+    if setup.resumes:
+        record.kept = _gathered(_kept(setup, trainee, schedule))
+        trainee.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
+        record.moments = trainee.moments()
+        trainee.close()
+    else:
+        record.moments = trainee.moments()
+        _end(setup, trainee, record)
+    _leave(setup, record)
+    del trainee, schedule
+    gc.collect()  # hooks and model point at each other
+
+
+def load_and_go_on(setup: Setup) -> None:
+    """The second half of `on_these_ranks`, in the same ranks or in others. Collective."""
+    dist.barrier()
+    record = record_of(setup)
+    trainee = setup.way.begin(setup, _OTHER_SEED)
+    schedule = schedule_of(trainee.optimizer)
+    _change_all(setup, trainee)
+    schedule.load_state_dict(trainee.load(setup.folder / "checkpoint")["schedule"])
+    record.found = _gathered(_kept(setup, trainee, schedule))
+    for step in range(setup.steps, setup.all_steps):
+        _step(setup, trainee, schedule, record, step)
+    _end_half(setup, trainee, record)
+    _end(setup, trainee, record)
+    _leave(setup, record)
+
+
+def record_of(setup: Setup) -> Record:
+    """What the run on ranks has seen so far."""
+    return Record(**torch.load(setup.folder / "record.pt", weights_only=True))
+
+
+def _end(setup: Setup, trainee: Trainee, record: Record) -> None:
+    record.outputs = _outputs(trainee.subject, trainee.runs, setup.device)
+    trainee.export(setup.folder / "export")
+    trainee.close()
+    record.started = setup.way.started(setup)
+
+
+def _leave(setup: Setup, record: Record) -> None:
+    if dist.get_rank() == 0:
+        torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
+
+
+def _step(setup: Setup, trainee: Trainee, schedule: LambdaLR, record: Record, step: int) -> None:
+    """Weights are read behind a forward that has used them: to read them might bring them up to date."""
+    subject, losses, sums = trainee.subject, torch.zeros((), dtype=torch.float64), Sums()
+    for micro in range(setup.accumulation):
+        rows = own_rows(batch_of(subject, step, micro), setup.device)
+        with labels_counted(subject.model, record.labeled, counted=not (step or micro)):
+            with _modules_watched(subject.model, sums, watched=not micro):
+                loss = subject.step(trainee.runs, rows)
+            trainee.backward(loss, last=micro + 1 == setup.accumulation)
+        losses += loss.detach().cpu() / setup.accumulation
+    record.losses.append(_mean(losses))
+    record.modules.append(_added(_gathered(sums)))
+    if step == 0:
+        record.labeled = [sum(rows) for rows in zip(*_gathered(record.labeled), strict=True)]
+    if step == setup.steps:
+        record.loaded = trainee.weights()
+    else:
+        record.weights.append(trainee.weights())
+    record.gradients.append(trainee.norms())
+    record.norms.append(trainee.update())
+    schedule.step()
+
+
+def _end_half(setup: Setup, trainee: Trainee, record: Record) -> None:
+    """A forward with the weights of the last step, before they are read."""
+    subject, sums = trainee.subject, Sums()
+    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
+        loss = subject.step(trainee.runs, own_rows(batch_of(subject, _PROBE, 0), setup.device))
+    record.ends.append((_mean(loss.detach().double().cpu()), _added(_gathered(sums))))
+    record.weights.append(trainee.weights())
+
+
+def _mean(loss: Tensor) -> float:
+    """Over the ranks."""
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def _gathered(value: Any) -> list[Any]:
+    """That of each rank, on all."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _added(found: list[Sums]) -> Sums:
+    """Those of all ranks together."""
+    return {name: (sum(f[name][0] for f in found), sum(f[name][1] for f in found)) for name in found[0]}
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """The schedule of the learning rates of both runs. Raises ConfigError if there are none."""
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has param_groups without 'lr', which verify multiplies by {DECAY} after each "
+            f"step: give it one"
+        )
+    return LambdaLR(optimizer, lambda step: DECAY**step)
+
+
+def _seed_generators(seed: int) -> None:
+    """Gives each rank random generators of its own."""
+    seed = 100 * seed + dist.get_rank()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _change_all(setup: Setup, trainee: Trainee) -> None:
+    """Changes what a load is to restore: options, and what `OWN_STATE` means."""
+    for group in trainee.optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                group[name] = value / 2
+            elif isinstance(value, tuple) and _has_numbers(value):
+                group[name] = tuple(part / 2 for part in value)
+    _seed_generators(_OTHER_SEED)
+    if OWN_STATE not in setup.way.not_done:
+        for buffer in persistent_buffers(trainee.subject.model):
+            buffer.copy_(buffer + 1)
+
+
+def _kept(setup: Setup, trainee: Trainee, schedule: LambdaLR) -> Weights:
+    """What a checkpoint keeps of this rank besides weights and moments, by what it is called."""
+    groups = trainee.optimizer.param_groups
+    said = {f"param_group {i}, {name}": group[name] for i, group in enumerate(groups) for name in group}
+    said |= {f"schedule, {name}": value for name, value in schedule.state_dict().items()}
+    if OWN_STATE not in setup.way.not_done:
+        buffers = persistent_buffers(trainee.subject.model)
+        said |= {f"buffer {names[0]}": buffer.detach().cpu().clone() for buffer, names in buffers.items()}
+        numpy = np.random.get_state(legacy=False)["state"]
+        said["random generator of torch"] = torch.get_rng_state()
+        said["random generator of Python"] = random.getstate()[1]
+        said["random generator of numpy"] = [*numpy["key"].tolist(), numpy["pos"]]
+    return {name: torch.as_tensor(value).double() for name, value in said.items() if _has_numbers(value)}
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_has_numbers, value))
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def own_rows(batch: Any, device: str = "cpu") -> Any:
+    """This rank's part of a batch, on its device."""
+    return _moved(list(parts_of(batch, dist.get_world_size()))[dist.get_rank()], device)
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+@contextmanager
+def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iterator[None]:
+    """Adds to `rows`, for each position of the logits, the rows of the batch whose loss depends on them."""
+
+    def note(gradient: Tensor) -> None:
+        reached = (gradient != 0).any(-1).sum(0).tolist()
+        rows[:] = [a + b for a, b in zip(rows or [0] * len(reached), reached, strict=True)]
+
+    def watch(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
+            logits.register_hook(note)
+
+    called = base_of(model)  # peft may call it past all that is around it
+    hook = called.register_forward_hook(watch, prepend=True) if counted else None  # hooks of peers may replace logits
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def _modules_watched(model: nn.Module, sums: Sums, *, watched: bool) -> Iterator[None]:
+    """Adds to `sums` what each module returns for rows; numbers of a whole batch depend on how rows are shared out."""
+    hooks = []
+    for name, module in model.named_modules() if watched else ():
+
+        def note(_module: nn.Module, _arguments: Any, output: Any, name: str = name) -> None:
+            square, numel = sums.pop(name, (0.0, 0))  # a module may be called again
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
+                    square, numel = square + float(leaf.detach().double().square().sum()), numel + leaf.numel()
+            sums[name] = square, numel
+
+        hooks.append(module.register_forward_hook(note))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ------------------------------------------------------------------------------------------------------ under a plan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Training under a plan of this library."""
+
+    plan: AskedPlan
+
+    @property
+    def not_done(self) -> Mapping[str, str]:
+        """See `Way.not_done`."""
+        return {}
+
+    def begin(self, setup: Setup, seed: int) -> "Wrapped":
+        """See `Way.begin`."""
+        torch.manual_seed(seed)
+        subject = setup.source.build(under_plan=True)
+        sample = own_rows(batch_of(subject, 0, 0), setup.device)
+        model, optimizer = wrap(
+            subject.model,
+            optimizer_of(subject, (p for p in subject.model.parameters() if p.requires_grad)),
+            compute_dtype=setup.compute_dtype,
+            device=setup.device,
+            **self.plan.of(subject.step, sample),
+        )
+        return Wrapped(subject=subject, runs=model, optimizer=optimizer, setup=setup)
+
+    def started(self, setup: Setup) -> Weights:
+        """See `Way.started`: transformers saves the model and `em.wrap` reads it; models with adapters have none."""
+        torch.manual_seed(SEED)
+        subject = setup.source.build(under_plan=True)
+        model: Any = subject.model
+        if not _of_transformers(model):
+            return {}
+        folder = setup.folder / "pretrained"
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        with torch.device("meta"):
+            empty = type(model)(model.config)
+        trained = optimizer_of(subject, empty.parameters())
+        plan = self.plan.of(subject.step, own_rows(batch_of(subject, 0, 0), setup.device))[
+            "plan"
+        ]  # no step can run without data
+        empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=setup.device)
+        weights = _full(empty)
+        optimizer.close()
+        return weights
+
+
+@dataclass(kw_only=True, slots=True)
+class Wrapped:
+    """A model that `em.wrap` has wrapped. See `Trainee`."""
+
+    subject: Subject
+    runs: nn.Module
+    optimizer: ShardedOptimizer
+    setup: Setup
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See `Trainee.backward`."""
+        (loss / self.setup.accumulation).backward()
+
+    def norms(self) -> dict[str, float]:
+        """See `Trainee.norms`."""
+        return self.optimizer.grad_norms()
+
+    def update(self) -> float:
+        """See `Trainee.update`."""
+        norm = float(self.optimizer.clip_grad_norm_(CLIP))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def weights(self) -> Weights:
+        """See `Trainee.weights`."""
+        return _full(self.runs)
+
+    def moments(self) -> dict[str, Weights]:
+        """Those of the checkpoint that was saved."""
+        return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """See `Trainee.save`."""
+        save(folder, self.runs, self.optimizer, extra=extra)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """See `Trainee.load`."""
+        found: dict[str, Any] = load(folder, self.runs, self.optimizer)
+        return found
+
+    def export(self, folder: Path) -> None:
+        """See `Trainee.export`."""
+        save_pretrained(self.runs, folder)
+
+    def close(self) -> None:
+        """See `Trainee.close`."""
+        self.optimizer.close()
+
+
+def _full(model: nn.Module) -> Weights:
+    """All weights on rank 0, those of quantized ones as they decode."""
+    whole = full_state_dict(model)
+    if whole:
+        for name, _, _, packed in packed_parameters(model):
+            decoded = packed.decode(whole[name], whole.pop(name + SCALES), packed.dtype)
+            whole[name] = decoded.transpose(-1, -2).contiguous() if packed.transposed else decoded
+    return {name: value.float().cpu() for name, value in whole.items() if isinstance(value, torch.Tensor)}
+
+
+def _saved_moments(path: Path) -> dict[str, Weights]:
+    """Moments in a checkpoint of this library."""
+    manifest = read_manifest(path)
+    whole = Whole(path, manifest)
+    kept = {name: entry.pieces[0].state for name, entry in manifest.parameters.items() if entry.pieces}
+    found: dict[str, Weights] = {}
+    for name, state in kept.items():
+        if {"exp_avg", "exp_avg_sq"} <= set(state):
+            second = whole.parameter(name, "exp_avg_sq").float().sqrt()
+            found[name] = {"exp_avg": whole.parameter(name, "exp_avg").float(), "exp_avg_sq": second}
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- in plain PyTorch
+
+
+def in_plain_pytorch(setup: Setup, *, error: float = 0.0) -> tuple[Record, list[str]]:
+    """The record of one process, and the parameters' names in order of forward.
+
+    `error` is put into first weights, as a part of each, and into elements of gradients, as a part of the global norm.
+    """
+    record, signs = Record(), torch.Generator().manual_seed(SEED)
+    torch.manual_seed(SEED)
+    subject = setup.source.build()
+    model = subject.model
+    order = _order_of_forward(subject)
+    masters = {name: _master(p) for name, p in model.named_parameters() if p.requires_grad}
+    if setup.compute_dtype is not None:
+        for p in model.parameters():
+            p.data = p.data.to(setup.compute_dtype)
+    optimizer = optimizer_of(subject, masters.values())
+    schedule = schedule_of(optimizer)
+    record.frozen = [name for name in order if name not in masters]
+    record.weights.append(_weights(model, masters))
+    if error:
+        for name, p in model.named_parameters():
+            p.data *= 1 + error * _signs(p, signs)
+            masters.get(name, p).data.copy_(p)
+    for step in range(setup.all_steps):
+        sums = _plain_backwards(setup, subject, list(masters), record, step)
+        if error:
+            norm = sum(float(gradient.square().sum()) for gradient in sums.values()) ** 0.5
+            sums = {name: gradient + error * norm * _signs(gradient, signs) for name, gradient in sums.items()}
+        _plain_update(model, masters, optimizer, sums, record)
+        schedule.step()
+        if step + 1 in (setup.steps, setup.all_steps):
+            record.ends.append(_plain_end(setup, subject, step))
+        if step + 1 == setup.steps:
+            record.moments = _moments(optimizer, masters)
+    record.outputs = _outputs(subject, model)
+    if FOLDER not in setup.way.not_done and _of_transformers(model):
+        record.started = record.weights[0]
+    return record, order
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, like.shape, generator=generator) * 2 - 1
+
+
+def _plain_backwards(
+    setup: Setup, subject: Subject, trained: list[str], record: Record, step: int
+) -> dict[str, Tensor]:
+    """The gradients of a step."""
+    model, total, seen = subject.model, 0.0, Sums()
+    parameters = dict(model.named_parameters())
+    sums: dict[str, Tensor] = {}
+    for micro in range(setup.accumulation):
+        parts = _parts(setup, subject, step, batch_of(subject, step, micro))
+        for rows in parts:
+            with labels_counted(model, record.labeled, counted=not (step or micro)):
+                with _modules_watched(model, seen, watched=not micro):
+                    loss = subject.step(model, rows) / (setup.accumulation * len(parts))
+                loss.backward()
+            total += float(loss.detach())
+            for name in trained:
+                gradient, parameters[name].grad = parameters[name].grad, None
+                if gradient is not None:
+                    sums[name] = sums[name] + gradient.float() if name in sums else gradient.float()
+    record.losses.append(total)
+    record.modules.append(seen)
+    return sums
+
+
+def _plain_update(
+    model: nn.Module,
+    masters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    sums: dict[str, Tensor],
+    record: Record,
+) -> None:
+    for name, master in masters.items():
+        master.grad = sums.get(name)
+    record.gradients.append({name: gradient.norm().item() for name, gradient in sums.items()})
+    record.norms.append(nn.utils.clip_grad_norm_(masters.values(), CLIP).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, master in masters.items():
+            parameters[name].copy_(master)
+    record.weights.append(_weights(model, masters))
+
+
+def _parts(setup: Setup, subject: Subject, step: int, batch: Any) -> list[Any]:
+    """What each rank of a step has of a batch; all in one where the model counts over ranks."""
+    ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
+    return [batch] if counts_over_ranks(subject.model) else list(parts_of(batch, ranks))
+
+
+def _plain_end(setup: Setup, subject: Subject, step: int) -> tuple[float, Sums]:
+    """See `_end_half`."""
+    parts, sums = _parts(setup, subject, step, batch_of(subject, _PROBE, 0)), Sums()
+    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
+        losses = [float(subject.step(subject.model, rows)) for rows in parts]
+    return sum(losses) / len(losses), sums
+
+
+def counts_over_ranks(model: nn.Module) -> bool:
+    """Whether the model's own loss of routing is that of all ranks' rows together."""
+    return any(isinstance(module, MoE) for module in model.modules())
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().float().clone())
+
+
+def _weights(model: nn.Module, masters: dict[str, nn.Parameter]) -> Weights:
+    own = model.named_parameters()
+    return {name: masters.get(name, p).detach().float().clone() for name, p in own}
+
+
+def _moments(optimizer: torch.optim.Optimizer, masters: dict[str, nn.Parameter]) -> dict[str, Weights]:
+    states = {name: optimizer.state[p] for name, p in masters.items() if p in optimizer.state}
+    return {
+        name: {"exp_avg": state["exp_avg"].clone(), "exp_avg_sq": state["exp_avg_sq"].sqrt()}
+        for name, state in states.items()
+        if {"exp_avg", "exp_avg_sq"} <= set(state)
+    }
+
+
+def _order_of_forward(subject: Subject) -> list[str]:
+    """Names of parameters in the order in which their modules run; those of modules that do not run come last."""
+    ran: dict[nn.Module, int] = {}
+    modules = dict(subject.model.named_modules())
+
+    def note(module: nn.Module, _: Any) -> None:
+        for inner in module.modules() if isinstance(module, MoE) else (module,):  # the plain one calls no inner module
+            ran.setdefault(inner, len(ran))
+
+    hooks = [module.register_forward_pre_hook(note) for module in modules.values()]
+    with torch.no_grad():
+        subject.step(subject.model, batch_of(subject, 0, 0))
+    for hook in hooks:
+        hook.remove()
+    names = [name for name, _ in subject.model.named_parameters()]
+    return sorted(names, key=lambda name: ran.get(modules[name.rpartition(".")[0]], len(modules)))
+
+
+# --------------------------------------------------------------------------------------------------------- what is left
+
+
+def exported(setup: Setup) -> tuple[Weights, Tensor]:
+    """Weights and outputs of a plain model that reads what the ranks have exported."""
+    torch.manual_seed(SEED)
+    subject = setup.source.build()
+    model: Any = subject.model
+    folder = setup.folder / "export"
+    if is_peft_model(model):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model.unload(), folder)
+    elif has_own_adapters(model):
+        model.delete_adapter(list(model.peft_config))
+        model.load_adapter(folder)
+    elif _of_transformers(model):
+        model = type(model).from_pretrained(folder, dtype=torch.float32)
+    else:
+        from safetensors.torch import load_file
+
+        for file in folder.glob("*.safetensors"):
+            model.load_state_dict(load_file(file), strict=False)
+    weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    if setup.compute_dtype is not None:
+        for p in model.parameters():
+            p.data = p.data.to(setup.compute_dtype)
+    return weights, _outputs(subject, model)
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return hasattr(model, "save_pretrained") and hasattr(model, "config") and not hasattr(model, "peft_config")
+
+
+def _outputs(subject: Subject, model: nn.Module, device: str = "cpu") -> Tensor:
+    """Logits of a batch that no step has seen; the loss where the model is not transformers'."""
+    batch = _moved(batch_of(subject, _PROBE, 0), device)
+    model.eval()
+    with torch.no_grad():
+        made = model(**batch).logits if subject.step is own_loss else subject.step(model, batch)
+    model.train()
+    return made.float().cpu().clone()
+
+
+def optimizer_of(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The subject's own, or AdamW with two param_groups."""
+    if subject.optimizer is not None:
+        return subject.optimizer(parameters)
+    trained = list(parameters)
+    shared_out = [{"params": trained[i :: len(GROUPS)], **options} for i, options in enumerate(GROUPS)]
+    return torch.optim.AdamW([group for group in shared_out if group["params"]])
