@@ -35,8 +35,9 @@ STOREYS: list[set[str]] = [
     {"hf.fused_loss", "hf.peft_checks"},
     {"chunks.param_spec", "chunks.residence"},
     {"chunks.packing"},
-    {"chunks.cache_policy", "chunks.step_machine"},
-    {"chunks.plan", "chunks.step_order", "chunks.statistics"},
+    {"chunks.cache_policy", "chunks.step_machine", "chunks.events"},
+    {"chunks.units"},
+    {"chunks.plan", "chunks.replay", "chunks.statistics"},
     {"chunks.ledger"},
     {"chunks.settle"},
     {"memory"},
@@ -69,7 +70,7 @@ FLOORS = ("chunks", "hf")
 """Rooms whose files are on storeys of their own."""
 PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
-PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "step_order")]
+PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "events", "units", "replay")]
 PURE += [f"planner.{name}" for name in ("cost", "hardware", "profile", "solve")]
 PURE += [f"elixir_tools.fit.{name}" for name in ("estimate", "zero_infinity")]
 BUILDERS = {"dict", "list", "set", "deque", "Counter"}

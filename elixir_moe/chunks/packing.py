@@ -191,7 +191,7 @@ class Layout:
     whole_layers: bool = True
     """As in the plan."""
     open_gradients: int | None = None
-    """The most chunks whose gradients have a block at once; None until counted (`chunks.step_order`)."""
+    """The most chunks whose gradients have a block at once; None until counted (`chunks.replay`)."""
 
     @property
     def block_bytes(self) -> int:

@@ -11,7 +11,7 @@ from elixir_moe.chunks.ledger import Footprint, Ledger
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier, size_text, tier_at
-from elixir_moe.chunks.step_order import StepOrder
+from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.errors import PlanError, TierError
 
 

@@ -1,8 +1,8 @@
 """What a step asks for, and when: one machine for the runtime and for the planner.
 
 Owns the positions in a forward, the holds of a backward, the gradients that are still awaited, and the order in which
-chunks are reduced. Pure: it is told what happens and calls a `Carrier`. `runtime.hooks` tells it what a step does, and
-`chunks.step_order` what a step will do, so that the requests of both are the same.
+chunks are reduced. Pure: it is told what happens, and calls `StepActions`. `runtime.hooks` tells it what a step does,
+and `chunks.replay` what a step will do, so that the requests of both are the same.
 
     event      meaning                                          the machine
     enter      forward enters a unit                            holds the unit
@@ -52,11 +52,11 @@ class Unit:
     label: str
     """The unit's name in messages."""
     slots: tuple[ParamId, ...]
-    chooses: bool = False
+    rank_dependent: bool = False
     """The set of its parameters that get a gradient may differ between ranks."""
     is_read: bool = False
     """The unit stands for reads of its parameters outside their modules."""
-    saves_none: bool = False
+    saves_no_weights: bool = False
     """Autograd saves none of its weights: backward reads them anew."""
     chunks: tuple[int, ...] = field(init=False)
     indices: dict[int, list[int]] = field(init=False)
@@ -67,23 +67,23 @@ class Unit:
         self.indices = {chunk: [i for c, i in self.slots if c == chunk] for chunk in self.chunks}
 
 
-class Carrier(Protocol):
+class StepActions(Protocol):
     """Carries out what the machine decides."""
 
-    def hold(self, unit: Unit) -> None:
-        """Unshards a unit until `let_go`; holds are counted."""
+    def acquire(self, unit: Unit) -> None:
+        """Unshards a unit until `release`; holds are counted."""
 
-    def let_go(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """Ends one hold on a unit."""
 
-    def hold_chunk(self, chunk: int) -> bool:
-        """Unshards a chunk that nobody holds, until `let_go_chunk`; returns False if there is no need."""
+    def acquire_chunk(self, chunk: int) -> bool:
+        """Unshards a chunk that nobody holds, until `release_chunk`; returns False if there is no need."""
         ...
 
-    def let_go_chunk(self, chunk: int) -> None:
-        """Ends the hold of `hold_chunk`."""
+    def release_chunk(self, chunk: int) -> None:
+        """Ends the hold of `acquire_chunk`."""
 
-    def take(self, slot: ParamId) -> None:
+    def accept_gradient(self, slot: ParamId) -> None:
         """Stores the gradient of a parameter, which is complete."""
 
     def reserve(self, chunk: int) -> None:
@@ -143,13 +143,15 @@ class Backward:
 class StepMachine:
     """The requests of the steps of one model, in their order."""
 
-    def __init__(self, units: Iterable[Unit], trainable: Set[int], carrier: Carrier, *, in_order: bool = False) -> None:
-        """`trainable` chunks have gradients. `in_order`: as in `Sends`."""
-        self._carrier = carrier
+    def __init__(
+        self, units: Iterable[Unit], trainable: Set[int], actions: StepActions, *, in_order: bool = False
+    ) -> None:
+        """`trainable` chunks have gradients. `in_order`: as in `ReductionOrder`."""
+        self._actions = actions
         self._trainable = trainable
         self._owners: defaultdict[ParamId, list[Unit]] = defaultdict(list)
         self._readers: dict[tuple[ParamId, ...], Unit] = {}
-        self._sends = Sends(in_order=in_order)
+        self._order = ReductionOrder(in_order=in_order)
         for unit in units:
             self._own(unit)
         self.forget()
@@ -175,10 +177,10 @@ class StepMachine:
         self.round_is_open = False
         """The requests so far are not those of a whole forward and backward: the graph is kept, or a forward waits."""
         self._current: Forward | None = None
-        self.rebuilt: list[int] = []
+        self.unpacked: list[int] = []
         """Chunks that are held for the operator of autograd that has wanted them."""
         self._operator: object = None
-        self._sends.clear()
+        self._order.clear()
 
     # ------------------------------------------------------------------------------------------------------- forward
 
@@ -193,7 +195,7 @@ class StepMachine:
     def enter(self, unit: Unit) -> int:
         """Holds a unit that forward enters; returns the number of the entry."""
         number = self._note(unit)
-        self._carrier.hold(unit)
+        self._actions.acquire(unit)
         return number
 
     def leave(self, unit: Unit, *, with_grad: bool) -> int:
@@ -203,7 +205,7 @@ class StepMachine:
             self._current.left[unit] = number
             if not with_grad:
                 self._current.unrecomputed[unit] += 1
-        self._carrier.let_go(unit)
+        self._actions.release(unit)
         return number
 
     def reader(self, slots: tuple[ParamId, ...], label: Callable[[], str]) -> Unit:
@@ -219,7 +221,7 @@ class StepMachine:
         """Holds the parameters of a reader; `inside` a forward, their gradients are awaited. The caller lets it go."""
         if inside:
             self._note(unit)
-        self._carrier.hold(unit)
+        self._actions.acquire(unit)
 
     def _note(self, unit: Unit) -> int:
         """Numbers and records the entry of forward into `unit`."""
@@ -229,7 +231,7 @@ class StepMachine:
             self.forwards.append(self._current)
             if len(self.forwards) > _MOST_FORWARDS:  # most likely, the first ones never get a backward
                 self.forwards[:2] = [_merged(self.forwards[:2])]
-                self._carrier.forget_round()
+                self._actions.forget_round()
         if unit in self._current.entered:
             self._current.repeated.add(unit)
         else:
@@ -266,7 +268,7 @@ class StepMachine:
                     first_use.setdefault(chunk, number)
                     awaited.setdefault(chunk, set()).update(indices)
         order = sorted(first_use, key=lambda chunk: (first_use[chunk], chunk), reverse=True)
-        self._sends.begin(self._carrier.agree(order, expected or ()), {chunk: awaited[chunk] for chunk in order})
+        self._order.begin(self._actions.agree(order, expected or ()), {chunk: awaited[chunk] for chunk in order})
 
     def _take(self, left: int | None, *, keep: bool) -> Forward | None:
         """Merges all forwards that began before number `left`; forgets them unless `keep`."""
@@ -289,12 +291,12 @@ class StepMachine:
         self.backward.reached.add((unit, left))
         self.end_operator()
         self._pass(left, self.backward)
-        self._carrier.hold(unit)
+        self._actions.acquire(unit)
         self.backward.holds.append((entered, unit))
-        if unit.chooses:
+        if unit.rank_dependent:
             for chunk in unit.chunks:
-                if self._sends.awaits_any(chunk):
-                    self._carrier.reserve(chunk)
+                if self._order.awaits_any(chunk):
+                    self._actions.reserve(chunk)
 
     def recompute(self, unit: Unit, *, with_grad: bool) -> None:
         """Holds a unit that backward runs again, or a reader, until backward has passed it.
@@ -309,42 +311,42 @@ class StepMachine:
             past.unrecomputed[unit] -= 1
         self.end_operator()
         if entered < backward.region and unit not in past.repeated:
-            self._let_go_after(entered, backward, reached=True)
+            self._release_after(entered, backward, reached=True)
             backward.region = entered
-        self._carrier.hold(unit)
-        if not unit.saves_none:
+        self._actions.acquire(unit)
+        if not unit.saves_no_weights:
             backward.holds.append((entered, unit))
 
-    def leave_again(self, unit: Unit) -> None:
+    def release_recomputed(self, unit: Unit) -> None:
         """Lets go a unit that saves no weights, when a region that backward runs again leaves it."""
-        self._carrier.let_go(unit)
+        self._actions.release(unit)
 
     def unpack(self, chunk: int, operator: Callable[[], object]) -> None:
         """Holds a chunk for the running `operator` of autograd, which wants weights it has saved."""
-        if self.rebuilt and operator() != self._operator:
+        if self.unpacked and operator() != self._operator:
             self.end_operator()
-        if self._carrier.hold_chunk(chunk):
+        if self._actions.acquire_chunk(chunk):
             self._operator = operator()
-            self.rebuilt.append(chunk)
+            self.unpacked.append(chunk)
 
     def end_operator(self) -> None:
         """Ends the holds on weights that were wanted by an operator that has run."""
-        if self.rebuilt:
-            rebuilt, self.rebuilt = self.rebuilt, []
-            for chunk in rebuilt:
-                self._carrier.let_go_chunk(chunk)
+        if self.unpacked:
+            unpacked, self.unpacked = self.unpacked, []
+            for chunk in unpacked:
+                self._actions.release_chunk(chunk)
 
     def accumulate(self, slot: ParamId) -> None:
         """Records a complete gradient and takes it: autograd has summed it over all uses of the parameter.
 
         Nothing reads the weights of a unit any more whose last missing gradient this is.
         """
-        if self.rebuilt:
+        if self.unpacked:
             self.end_operator()
         backward, more, owners = self.backward, self.past.unrecomputed, self._owners[slot]
         for unit in owners:
-            if unit.chooses or (more and more[unit]):
-                self._carrier.take(slot)
+            if unit.rank_dependent or (more and more[unit]):
+                self._actions.accept_gradient(slot)
                 return
         if backward is not None:
             for unit in owners:
@@ -354,16 +356,16 @@ class StepMachine:
                 if slot in missing:
                     missing.remove(slot)
                     if not missing:
-                        self._let_go_early(unit, backward)
-        self._carrier.take(slot)
-        if self._sends.expect_no_more(slot):
+                        self._release_early(unit, backward)
+        self._actions.accept_gradient(slot)
+        if self._order.expect_no_more(slot):
             self._reduce_ready()
 
-    def _let_go_early(self, unit: Unit, backward: Backward) -> None:
+    def _release_early(self, unit: Unit, backward: Backward) -> None:
         ended = [hold for hold in backward.holds if hold[1] is unit]
         backward.holds = [hold for hold in backward.holds if hold[1] is not unit]
         for _ in ended:
-            self._carrier.let_go(unit)
+            self._actions.release(unit)
 
     def _pass(self, left: int, backward: Backward) -> None:
         """Records that everything forward entered after number `left` has had its backward."""
@@ -372,41 +374,41 @@ class StepMachine:
             _, unit = ahead.pop()
             waiting.discard(unit)
             for chunk, indices in unit.indices.items():
-                for index in self._sends.awaited_among(chunk, indices):
+                for index in self._order.awaited_among(chunk, indices):
                     slot = chunk, index
-                    if waiting.isdisjoint(self._owners[slot]) and self._sends.expect_no_more(slot):
+                    if waiting.isdisjoint(self._owners[slot]) and self._order.expect_no_more(slot):
                         self._reduce_ready()
-        self._let_go_after(left, backward)
+        self._release_after(left, backward)
 
-    def _let_go_after(self, left: int, backward: Backward, *, reached: bool = False) -> None:
+    def _release_after(self, left: int, backward: Backward, *, reached: bool = False) -> None:
         """Ends the holds on what forward entered after number `left`.
 
         With `reached`, units that save no weights stay: backward has reached them, and a recomputation holds none.
         """
-        passed = [hold for hold in backward.holds if hold[0] > left and not (reached and hold[1].saves_none)]
+        passed = [hold for hold in backward.holds if hold[0] > left and not (reached and hold[1].saves_no_weights)]
         if passed:
             backward.holds = [hold for hold in backward.holds if hold not in passed]
             for _, unit in passed:
-                self._carrier.let_go(unit)
+                self._actions.release(unit)
 
     def _reduce_ready(self) -> None:
-        for chunk in self._sends.ready():
-            self._carrier.reduce(chunk)
+        for chunk in self._order.ready():
+            self._actions.reduce(chunk)
 
     def end(self) -> None:
         """Ends a backward: no further gradient will come."""
         assert self.backward is not None
         self.end_operator()
         self._pass(-1, self.backward)
-        self._sends.expect_nothing()
+        self._order.expect_nothing()
         self._reduce_ready()
-        self._carrier.finish()
-        self._sends.clear()
+        self._actions.finish()
+        self._order.clear()
         self.round_is_open |= bool(self.forwards)  # the graph is kept, or another forward awaits its backward
         self.backward = None
 
 
-class Sends:
+class ReductionOrder:
     """The order in which one backward reduces its chunks, and the gradients that each still waits for.
 
     With `in_order` (see `Communicator.tagged`), reductions of ranks that run different modules wait for the end of

@@ -30,7 +30,7 @@ from elixir_moe.moe.joined_class import Joined, joined
 from elixir_moe.moe.layer import LayerRanks, send_through
 from elixir_moe.moe.router import Choices, sort_choices
 from elixir_moe.parallel.meta_tensors import has_data
-from elixir_moe.parallel.regather import saves_none
+from elixir_moe.parallel.regather import saves_no_weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,7 +116,7 @@ class FusedExperts(Joined, nn.Module):
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
         outputs_first = not self.is_transposed
         rows = rows.to(weight.dtype)
-        return grouped_linear(rows, weight, bias, groups, outputs_first=outputs_first, saves=not saves_none(self))
+        return grouped_linear(rows, weight, bias, groups, outputs_first=outputs_first, saves=not saves_no_weights(self))
 
 
 class FusedTile(FusedExperts):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from elixir_moe.distributed.async_copy import begin_to_host
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
-from elixir_moe.parallel.regather import ReadAgain, saves_none
+from elixir_moe.parallel.regather import ReadAgain, saves_no_weights
 from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
 
 
@@ -100,7 +100,7 @@ class GroupedExperts(nn.Module):
         (see `_has_grouped_kernel`); else a loop, which on a CPU is no slower: grouped_mm loops there too.
         """
         rows = rows.to(self.w_in.dtype)
-        saves = not saves_none(self)
+        saves = not saves_no_weights(self)
         hidden = grouped_linear(rows, self.w_in, self.b_in, groups, saves=saves)
         return grouped_linear(gelu(hidden), self.w_out, self.b_out, groups, saves=saves)
 

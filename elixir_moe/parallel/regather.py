@@ -20,7 +20,7 @@ def mark_saving_none(module: nn.Module, marked: bool = True) -> None:
     setattr(module, _MARK, marked)
 
 
-def saves_none(module: nn.Module) -> bool:
+def saves_no_weights(module: nn.Module) -> bool:
     """Whether autograd saves none of the module's own parameters.
 
     A graph of torch.compile saves what it likes, and a transform of torch.func takes plain operators.
@@ -56,7 +56,7 @@ class LinearReadAgain(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        if not saves_none(self):
+        if not saves_no_weights(self):
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
 

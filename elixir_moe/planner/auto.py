@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.chunks.step_order import StepEvent
 from elixir_moe.distributed.all_ranks import gathered, made_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_left

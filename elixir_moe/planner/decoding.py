@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from elixir_moe.chunks.step_order import AGAIN, ENTER, REACH
+from elixir_moe.chunks.events import AGAIN, ENTER, REACH
 from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.planner.events import Event
 from elixir_moe.quantized.decoders import FP8_BLOCK

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from elixir_moe.chunks.step_order import (
+from elixir_moe.chunks.events import (
     ACCUMULATE,
     AGAIN,
     ENTER,
@@ -29,7 +29,7 @@ from elixir_moe.chunks.step_order import (
     READ,
     READ_AGAIN,
     UNPACK,
-    Happening,
+    EventKind,
 )
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of
@@ -59,7 +59,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Kind(Enum):
-    """The kind of an event beside those of `chunks.step_order.Happening`."""
+    """The kind of an event beside those of `chunks.events.EventKind`."""
 
     MEMORY = auto()
     """Bytes allocated, or freed if negative."""
@@ -82,7 +82,7 @@ class Kind(Enum):
 class Event:
     """One event of a step."""
 
-    kind: Kind | Happening
+    kind: Kind | EventKind
     name: str = ""
     """The module's name in the model."""
     params: tuple[str, ...] = ()
@@ -241,7 +241,7 @@ class Recorder(Recording):
         if self._listening:
             self.events.append(Event(Kind.MEMORY, nbytes=-nbytes))
 
-    def _listen(self, module: nn.Module, name: str, forward: Kind | Happening, backward: Kind | Happening) -> None:
+    def _listen(self, module: nn.Module, name: str, forward: Kind | EventKind, backward: Kind | EventKind) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
             kind = backward if in_backward() else forward

@@ -8,9 +8,10 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.events import ModuleInfo, StepEvent, renumbered
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ParamSpec, trainable_of
-from elixir_moe.chunks.step_order import Part, StepEvent, StepOrder, renumbered
+from elixir_moe.chunks.replay import StepOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,8 @@ class Profile:
     """All parameters, in order of first use; shapes are this rank's slices."""
     order: tuple[int, ...]
     """By position in `params`: the parameter's number in ``model.parameters()``."""
-    parts: tuple[Part, ...]
-    """Modules that have parameters; see `chunks.step_order`."""
+    parts: tuple[ModuleInfo, ...]
+    """Modules that have parameters; see `chunks.events`."""
     events: tuple[StepEvent, ...]
     """What the step does with its parts and parameters, in order of time; without a backward, if it is unknown."""
     parameters: int

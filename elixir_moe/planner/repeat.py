@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from elixir_moe.chunks.step_order import READ
+from elixir_moe.chunks.events import READ
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.planner.events import Event, Kind
 

@@ -27,7 +27,7 @@ from elixir_moe.chunks.packing import (
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
 from elixir_moe.chunks.settle import Homes
-from elixir_moe.chunks.step_order import units_moved
+from elixir_moe.chunks.units import units_moved
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware

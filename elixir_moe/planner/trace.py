@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elixir_moe.chunks.events import EventKind, StepEvent, by_first_use
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, Precision
-from elixir_moe.chunks.step_order import Happening, StepEvent, by_first_use, regions_of
+from elixir_moe.chunks.units import regions_of
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.moe.layer import MoE
@@ -238,10 +239,10 @@ def _fake(value: Any) -> Any:
 def _of_step(events: Iterable[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[StepEvent]:
     """What happens to parts and parameters, with their numbers in the place of names."""
     for event in events:
-        if isinstance(event.kind, Happening):
+        if isinstance(event.kind, EventKind):
             yield StepEvent(
                 event.kind,
-                part=parts.get(event.name, -1),
+                module=parts.get(event.name, -1),
                 params=tuple(params[name] for name in event.params),
                 with_grad=event.with_grad,
                 run=event.run,

@@ -14,7 +14,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.hf.fused_experts import STACKS, FusedExperts, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.joined_class import joined, plain_class
-from elixir_moe.parallel.regather import LinearReadAgain, saves_none
+from elixir_moe.parallel.regather import LinearReadAgain, saves_no_weights
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
 
@@ -30,7 +30,9 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of `x`."""
-        return linear(x, self.weight, self.weight_scales, self.bias, self.packed["weight"], again=saves_none(self))
+        return linear(
+            x, self.weight, self.weight_scales, self.bias, self.packed["weight"], again=saves_no_weights(self)
+        )
 
     def extra_repr(self) -> str:
         """The text that `print` shows."""
@@ -50,7 +52,7 @@ class QuantizedExperts(FusedExperts):
                 f"peft adds adapters to {name!r}, which is quantized: call em.wrap, or em.group_experts(model), and "
                 f"they are multiplied beside it"
             )
-        out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_none(self))
+        out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_no_weights(self))
         return out if bias is None else out + bias[groups.experts]
 
 
@@ -86,7 +88,7 @@ def become_plain(module: nn.Module) -> None:
     spread = is_spread(module)
     del module.packed
     if isinstance(module, nn.Linear):
-        module.__class__ = LinearReadAgain if saves_none(module) else nn.Linear
+        module.__class__ = LinearReadAgain if saves_no_weights(module) else nn.Linear
     else:
         module.__class__ = plain_class(module)
         if spread:

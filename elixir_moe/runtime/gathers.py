@@ -126,8 +126,8 @@ class Gathers:
             return self.cache.holds(index)
         return weights.state is GATHERED and weights.holds > 0
 
-    def hold_chunk(self, index: int) -> bool:
-        """As `Carrier.hold_chunk`."""
+    def acquire_chunk(self, index: int) -> bool:
+        """As `StepActions.acquire_chunk`."""
         if self._weights[index].chunk.spec.residence is ATTACHED or self.holds(index):
             return False
         self.unshard((index,), tracked=True, who="backward")

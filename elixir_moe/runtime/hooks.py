@@ -82,26 +82,26 @@ Loan = tuple[Unit, bool]
 """The reader of a parameter whose address is in use, and `tracked` as in `Scheduler.unshard`."""
 
 
-class _Carrier:
-    """The `Carrier` of a step: chunks are moved, and parameters change their classes.
+class _Actions:
+    """The `StepActions` of a step: chunks are moved, and parameters change their classes.
 
     `tracked` as in `Gathers.unshard`.
     """
 
-    def __init__(self, scheduler: Scheduler, access: ParamAccess, take: Callable[[ParamId], None]) -> None:
-        self.take = take
+    def __init__(self, scheduler: Scheduler, access: ParamAccess, accept_gradient: Callable[[ParamId], None]) -> None:
+        self.accept_gradient = accept_gradient
         self._scheduler, self._access = scheduler, access
         self._switches: dict[Unit, tuple[Switch, ...]] = {}
         gathers, reductions = scheduler.gathers, scheduler.reductions
-        self.hold_chunk, self.let_go_chunk = gathers.hold_chunk, scheduler.let_go_chunk
+        self.acquire_chunk, self.release_chunk = gathers.acquire_chunk, scheduler.release_chunk
         self.reserve, self.agree, self.reduce = reductions.reserve, reductions.agree, reductions.reduce
         self.finish, self.forget_round = reductions.finish_backward, gathers.forget_round
 
-    def hold(self, unit: Unit, *, tracked: bool = True) -> None:
+    def acquire(self, unit: Unit, *, tracked: bool = True) -> None:
         self._scheduler.gathers.unshard(unit.chunks, tracked=tracked, who=unit.label)
         self._access.open(self._switches_of(unit))
 
-    def let_go(self, unit: Unit, *, tracked: bool = True) -> None:
+    def release(self, unit: Unit, *, tracked: bool = True) -> None:
         self._access.close(self._switches_of(unit))
         self._scheduler.release(unit.chunks, tracked=tracked)
 
@@ -151,9 +151,9 @@ class Hooks:
             has_gradient=lambda parameter: self._slot_of[parameter] in scheduler.reductions.used,
             name_of=self.name_of,
         )
-        self._carrier = _Carrier(scheduler, self._access, self._take_gradient)
+        self._actions = _Actions(scheduler, self._access, self._accept_gradient)
         trainable = {chunk.spec.index for chunk in scheduler.chunks if chunk.spec.key.trainable}
-        self.machine = StepMachine(units, trainable, self._carrier, in_order=scheduler.gathers.in_order)
+        self.machine = StepMachine(units, trainable, self._actions, in_order=scheduler.gathers.in_order)
         """Decides what the step asks for."""
         self._saved = SavedTensors(scheduler, placeholder, self.machine, self._begin_backward, checkpoints)
         self._install(units)
@@ -205,12 +205,12 @@ class Hooks:
             return
         if recomputes:
             self.machine.recompute(unit, with_grad=torch.is_grad_enabled())
-            call.held = unit.saves_none
+            call.held = unit.saves_no_weights
         elif training:
             call.entered = self.machine.enter(unit)
             call.held = True
         else:
-            self._carrier.hold(unit, tracked=False)
+            self._actions.acquire(unit, tracked=False)
             call.held = True
 
     def _begin(self) -> None:
@@ -257,11 +257,11 @@ class Hooks:
         self._return(call.lent)
         if call.held and call.unit is not None:
             if call.recomputes:
-                self.machine.leave_again(call.unit)
+                self.machine.release_recomputed(call.unit)
             elif call.training:
                 left = self.machine.leave(call.unit, with_grad=torch.is_grad_enabled())
             else:
-                self._carrier.let_go(call.unit, tracked=False)
+                self._actions.release(call.unit, tracked=False)
         if call.saving is not None:
             leave(call.saving)
         return left
@@ -287,14 +287,14 @@ class Hooks:
         elif tracked:
             self.machine.read(reader, inside=bool(self._calls) and not backward)
         else:
-            self._carrier.hold(reader, tracked=False)
+            self._actions.acquire(reader, tracked=False)
         try:
             with self._saved.hooks() if with_grad and not self._calls else nullcontext():
                 yield
         finally:
             self._writes.keep_all(reader.chunks)
             if not again:
-                self._carrier.let_go(reader, tracked=tracked)
+                self._actions.release(reader, tracked=tracked)
             if outermost and not self._calls:  # an interrupt inside `em.unsharded` leaves calls
                 self._phase.end_call()
 
@@ -347,7 +347,7 @@ class Hooks:
         if tracked:
             self.machine.read(reader, inside=True)
         else:
-            self._carrier.hold(reader, tracked=False)
+            self._actions.acquire(reader, tracked=False)
         (self._lent if call is None else call.lent).append((reader, tracked))
         if call is None:
             self._phase.end_call()
@@ -358,7 +358,7 @@ class Hooks:
         while lent:
             reader, tracked = lent.pop()
             self._writes.keep_all(reader.chunks)
-            self._carrier.let_go(reader, tracked=tracked)
+            self._actions.release(reader, tracked=tracked)
 
     def _read_of(self, parameters: Sequence[nn.Parameter]) -> str:
         return f"a read of {', '.join(self._names[p] for p in parameters[:4])}"
@@ -393,16 +393,16 @@ class Hooks:
     def _find_awaited(self, ahead: Sequence[tuple[int, Unit]]) -> Sequence[ParamId] | None:
         """As `StepMachine.begin` describes it; `torch.autograd.grad` brings no gradients of parameters.
 
-        Ranks need not agree where requests decide no gathers of several ranks, nor on a unit that chooses: a rank whose
-        tokens reach none of its experts passes its output on. Reentrant checkpoints recompute into graphs of their own,
-        which nobody sees before, and only a backward that accumulates can run them.
+        Ranks need not agree where requests decide no gathers of several ranks, nor on a rank-dependent unit: a rank
+        whose tokens reach none of its experts passes its output on. Reentrant checkpoints recompute into graphs of
+        their own, which nobody sees before, and only a backward that accumulates can run them.
         """
         awaited: list[ParamId] = []
         brings = any(self.machine.past.unrecomputed.values())
         compares = self._scheduler.gathers.of_several_ranks
         with torch.enable_grad(), DisableTorchFunctionSubclass():
             for unit in dict.fromkeys(unit for _, unit in reversed(ahead)):
-                compared = compares and not unit.chooses and self._scheduler.gathers.uses_cache(unit.chunks)
+                compared = compares and not unit.rank_dependent and self._scheduler.gathers.uses_cache(unit.chunks)
                 for slot in unit.slots if compared or not brings else ():
                     try:
                         found = self._accumulates(slot)
@@ -435,8 +435,8 @@ class Hooks:
             self._begin_backward()
         self.machine.accumulate(slot)
 
-    def _take_gradient(self, slot: ParamId) -> None:
-        """As `Carrier.take`."""
+    def _accept_gradient(self, slot: ParamId) -> None:
+        """As `StepActions.accept_gradient`."""
         parameter = self._scheduler.chunks[slot[0]].parameters[slot[1]]
         with DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None

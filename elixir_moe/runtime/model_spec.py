@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule, advice
+from elixir_moe.chunks.events import StepEvent, by_first_use
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precision, takes_narrow_state, trainable_of
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import StepEvent, StepOrder, by_first_use, regions_of
+from elixir_moe.chunks.replay import StepOrder
+from elixir_moe.chunks.units import regions_of
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
 from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.parallel.dtensor import local_of

@@ -169,7 +169,7 @@ class Reductions:
     # ----------------------------------------------------------------------------------------------------- the backward
 
     def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
-        """As `Carrier.agree`. Collective; waits for the other ranks only where backward may gather."""
+        """As `StepActions.agree`. Collective; waits for the other ranks only where backward may gather."""
         answer = self._agreement(used, awaited, self._gathers.gathered, self._phase)
         self._phase.count_backward()
         self._gathers.gathered.clear()

@@ -147,7 +147,7 @@ class SavedTensors:
             self._unpacking()
         self._machine.unpack(chunk.spec.index, running_node)
         view = packed.view()
-        if self._machine.rebuilt and running_node() is None:  # user code looks at a saved tensor outside of backward
+        if self._machine.unpacked and running_node() is None:  # user code looks at a saved tensor outside of backward
             self._machine.end_operator()
         return view
 

@@ -75,8 +75,8 @@ class Scheduler:
         for index in self.gathers.release(chunks, tracked=tracked):
             self.reductions.add_waiting(index)
 
-    def let_go_chunk(self, index: int) -> None:
-        """As `Carrier.let_go_chunk`."""
+    def release_chunk(self, index: int) -> None:
+        """As `StepActions.release_chunk`."""
         self.release((index,), tracked=True)
 
     def learn(self) -> None:

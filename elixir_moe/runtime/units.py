@@ -13,33 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.chunks.events import ENTER, LEAVE, READ, EventKind, ModuleInfo, StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.step_machine import Unit
-from elixir_moe.chunks.step_order import (
-    ENTER,
-    LEAVE,
-    READ,
-    Happening,
-    Part,
-    StepEvent,
-    chosen_units,
-    units_of,
-)
+from elixir_moe.chunks.units import chosen_units, units_of
 from elixir_moe.parallel.pattern import EXPERT_AXIS
-from elixir_moe.parallel.regather import saves_none
+from elixir_moe.parallel.regather import saves_no_weights
 from elixir_moe.parallel.rules import pattern_of
 from elixir_moe.runtime.param_access import ParamAccess
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a model, outermost first, and their description for `chunks.step_order`."""
+    """The parts of a model, outermost first, and their description for `chunks.units`."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """Each part's own parameters."""
-    specs: tuple[Part, ...]
+    specs: tuple[ModuleInfo, ...]
     """Descriptions of the parts, with parameters numbered as ``model.parameters()`` gives them."""
 
 
@@ -56,7 +48,7 @@ def find_parts(model: nn.Module) -> Parts:
     number_of: dict[nn.Module, int] = {}
     names: list[str] = []
     modules: list[nn.Module] = []
-    specs: list[Part] = []
+    specs: list[ModuleInfo] = []
 
     def visit(module: nn.Module, name: str, parent: int | None, in_list: bool, again: bool) -> None:
         if module in number_of:
@@ -71,8 +63,8 @@ def find_parts(model: nn.Module) -> Parts:
             names.append(name)
             modules.append(module)
             params = tuple(dict.fromkeys(index_of[p] for p in own))
-            traits = {"chooses": whole, "saves_none": saves_none(module), "recomputed": again}
-            specs.append(Part(params=params, parent=parent, **traits))
+            traits = {"rank_dependent": whole, "saves_no_weights": saves_no_weights(module), "recomputed": again}
+            specs.append(ModuleInfo(params=params, parent=parent, **traits))
             parent = number_of[module]
         if not whole:
             for child_name, child in module.named_children():
@@ -152,7 +144,7 @@ def traced_forward(
         events.append(StepEvent(READ, params=tuple(index_of[p] for p in parameters)))
         return nullcontext()
 
-    def note(kind: Happening, number: int, *_: object) -> None:
+    def note(kind: EventKind, number: int, *_: object) -> None:
         events.append(StepEvent(kind, number))
 
     for number, module in enumerate(parts.modules):

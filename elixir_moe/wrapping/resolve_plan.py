@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.settle import settled
-from elixir_moe.chunks.step_order import StepEvent
 from elixir_moe.distributed.all_ranks import made_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from elixir_moe.chunks.events import ModuleInfo, StepEvent
 from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.chunks.step_order import Part, StepEvent
 from elixir_moe.planner.solve import Task
 from elixir_tools.fit import strategies
 
-_Step = tuple[tuple[ParamSpec, ...], tuple[Part, ...], tuple[StepEvent, ...]]
+_Step = tuple[tuple[ParamSpec, ...], tuple[ModuleInfo, ...], tuple[StepEvent, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

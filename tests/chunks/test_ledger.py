@@ -18,9 +18,9 @@ from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
 from elixir_moe.chunks.packing import Layout, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, Precision
 from elixir_moe.chunks.plan import Plan, Tier
+from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.settle import settled
-from elixir_moe.chunks.step_order import StepOrder
 from elixir_moe.names import Master, Moments
 from tests.support.cases import with_further
 from tests.support.parity import mesh_of_world

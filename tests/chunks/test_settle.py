@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, Precision
+from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.settle import settled
-from elixir_moe.chunks.step_order import StepOrder
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_moe.chunks.step_machine import Sends
+from elixir_moe.chunks.step_machine import ReductionOrder
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.blocks import Block
 from elixir_moe.memory.disk_values import Reading, ValuesPlace
@@ -242,8 +242,8 @@ def _one_mover_unnoticed(context: str) -> Callable[[Patch], None]:
 
 
 def _reductions_at_once(patch: Patch) -> None:
-    start = Sends.__init__
-    patch(Sends, "__init__", lambda sends, *, in_order: start(sends, in_order=False))
+    start = ReductionOrder.__init__
+    patch(ReductionOrder, "__init__", lambda sends, *, in_order: start(sends, in_order=False))
 
 
 def _checkpoints_copied_at_once(patch: Patch) -> None:

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
+from elixir_moe.chunks.events import ACCUMULATE, AGAIN, ENTER, LEAVE, REACH, ModuleInfo, StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier, size_bytes
-from elixir_moe.chunks.step_order import ACCUMULATE, AGAIN, ENTER, LEAVE, REACH, Part, StepEvent
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
@@ -37,7 +37,7 @@ def drawn(rng: random.Random) -> Task:
         replace(everyone, ranks=tuple(range(0, world, 2))),
         replace(everyone, trainable=False),
     ]
-    params, parts, regions, region = [], list[Part](), list[int | None](), None
+    params, parts, regions, region = [], list[ModuleInfo](), list[int | None](), None
     for unit in range(rng.randint(2, 6)):
         mine = [
             ParamSpec(name=f"{unit}.{i}", shape=(rng.choice([32, 64, 96, 200, 320]),), key=rng.choice(keys))
@@ -46,13 +46,13 @@ def drawn(rng: random.Random) -> Task:
         params += [replace(p, tied=rng.random() < 0.1) for p in mine]
         indices = tuple(range(len(params) - len(mine), len(params)))
         region = rng.choice([None, region, unit])
-        parts.append(Part(params=indices, parent=None))
+        parts.append(ModuleInfo(params=indices, parent=None))
         regions.append(region)
     events = _events(parts, regions)
     if rng.random() < 0.5:  # a unit that contains all others, as a model with parameters of its own does
         params.append(ParamSpec(name="outer", shape=(64,), key=everyone))
-        parts = [Part(params=(len(params) - 1,), parent=None), *(replace(part, parent=0) for part in parts)]
-        moved = [replace(event, part=event.part + 1) if event.part >= 0 else event for event in events]
+        parts = [ModuleInfo(params=(len(params) - 1,), parent=None), *(replace(part, parent=0) for part in parts)]
+        moved = [replace(event, module=event.module + 1) if event.module >= 0 else event for event in events]
         forward, backward = moved[: 2 * len(regions)], moved[2 * len(regions) :]
         around = [StepEvent(ENTER, 0), *forward, StepEvent(LEAVE, 0), StepEvent(REACH, 0), *backward]
         events = [*around, StepEvent(ACCUMULATE, params=parts[0].params)]
@@ -89,7 +89,7 @@ def drawn(rng: random.Random) -> Task:
     )
 
 
-def _events(parts: list[Part], regions: list[int | None]) -> list[StepEvent]:
+def _events(parts: list[ModuleInfo], regions: list[int | None]) -> list[StepEvent]:
     """Each part runs once; those of one region run again before the backward of its last one."""
     numbers = range(len(parts))
     events = [StepEvent(kind, number) for number in numbers for kind in (ENTER, LEAVE)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Plan
-from elixir_moe.chunks.step_order import chosen_units, moving_chunks, units_moved
+from elixir_moe.chunks.units import chosen_units, moving_chunks, units_moved
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.solve import Task, solve
@@ -42,7 +42,7 @@ class Case:
         """The units that gather anything."""
         moving = moving_chunks(layout)
         chosen = [unit for unit in chosen_units(self.profile.parts, layout) if unit is not None]
-        return {self.parts.names[unit.part] for unit in chosen if any(p in moving for p in unit.params)}
+        return {self.parts.names[unit.module] for unit in chosen if any(p in moving for p in unit.params)}
 
 
 def traced(model: nn.Module, step: Callable[[nn.Module, Any], Tensor], sample: Tensor, expected: Iterable[str]) -> Case:

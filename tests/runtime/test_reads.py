@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_moe.chunks.step_order import READ
+from elixir_moe.chunks.events import READ
 from elixir_moe.planner.repeat import cuts_of
 from elixir_moe.planner.trace import trace
 from tests.runtime.test_habits import D, Guests, Layer, Net, ReadElsewhere, mean_square, with_penalty

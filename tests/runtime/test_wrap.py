@@ -18,7 +18,8 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
-from elixir_moe.chunks.step_order import StepOrder, choose_units
+from elixir_moe.chunks.replay import StepOrder
+from elixir_moe.chunks.units import choose_units
 from elixir_moe.runtime.param_access import ShardedParameter
 from elixir_moe.runtime.phase import CLOSED
 from elixir_moe.runtime.units import find_parts, registered_forward
@@ -308,7 +309,7 @@ def test_a_unit_is_the_largest_module_in_one_chunk_that_moves() -> None:
     def units_of(moves: Callable[[int], bool]) -> dict[str, set[str]]:
         chunk_of = {i: int(name[0]) for i, name in enumerate(names) if moves(int(name[0]))}
         units = [unit for unit in choose_units(parts.specs, chunk_of) if unit is not None]
-        return {parts.names[unit.part]: {names[i] for i in unit.params} for unit in units}
+        return {parts.names[unit.module]: {names[i] for i in unit.params} for unit in units}
 
     beneath = {module: {name for name in names if name.startswith(module)} for module in ("", "0", "1", "2")}
     whole = beneath.pop("")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.hf.shipped import patterns_of
-from elixir_moe.parallel.regather import saves_none
+from elixir_moe.parallel.regather import saves_no_weights
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
@@ -345,14 +345,14 @@ def refused(scheme: str, folder: Path, change: str) -> tuple[str, str, bool]:
         em.tile(model, at_most=AT_MOST)
     model.lm_head.requires_grad_(True)
     before = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
-    kinds = [(type(module), saves_none(module)) for module in model.modules()]
+    kinds = [(type(module), saves_no_weights(module)) for module in model.modules()]
     plan = em.Plan.zero3(chunk_numel=1) if "later" in change else em.Plan.zero3()
     try:
         optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         em.wrap(model, optimizer, plan=plan, weights=folder)
     except em.ElixirError as error:
         after = {name: (id(p), tuple(p.shape), p.dtype, type(p)) for name, p in model.named_parameters()}
-        kinds_after = [(type(module), saves_none(module)) for module in model.modules()]
+        kinds_after = [(type(module), saves_no_weights(module)) for module in model.modules()]
         return type(error).__name__, str(error), (before, kinds) == (after, kinds_after)
     raise AssertionError("not refused")
 

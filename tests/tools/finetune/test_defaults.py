@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_moe.chunks.step_order import StepEvent
+from elixir_moe.chunks.events import StepEvent
 from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.trace import trace
 from elixir_moe.wrapping.tiling import tile_for
@@ -84,7 +84,7 @@ def step_of_plan(words: list[str], tile: int | None) -> Profile:
 
 def moments(step: Profile) -> list[StepEvent]:
     """What happens to parameters; the wrappers of peft have none."""
-    return [event for event in step.events if event.params or step.parts[event.part].params]
+    return [event for event in step.events if event.params or step.parts[event.module].params]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
-from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.param_spec import ChunkGroupKey
-from elixir_moe.chunks.residence import Residence
-from elixir_moe.chunks.step_order import (
+from elixir_moe.chunks.events import (
     ACCUMULATE,
     AGAIN,
     ENTER,
@@ -20,12 +17,15 @@ from elixir_moe.chunks.step_order import (
     REACH,
     READ,
     UNPACK,
-    Part,
+    ModuleInfo,
     StepEvent,
-    StepOrder,
     by_first_use,
-    choose_units,
 )
+from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
+from elixir_moe.chunks.param_spec import ChunkGroupKey
+from elixir_moe.chunks.replay import StepOrder
+from elixir_moe.chunks.residence import Residence
+from elixir_moe.chunks.units import choose_units
 
 
 def layout_of(
@@ -47,7 +47,7 @@ def trainable(layout: Layout) -> dict[int, int]:
     return {slot.param: slot.numel for chunk in layout.chunks if chunk.key.trainable for slot in chunk.slots}
 
 
-def order(parts: list[Part], events: list[StepEvent], layout: Layout) -> StepOrder:
+def order(parts: list[ModuleInfo], events: list[StepEvent], layout: Layout) -> StepOrder:
     return StepOrder(parts, events, trainable(layout))
 
 
@@ -56,21 +56,21 @@ def ran(number: int, *inside: list[StepEvent]) -> list[StepEvent]:
     return [StepEvent(ENTER, number), *(event for events in inside for event in events), StepEvent(LEAVE, number)]
 
 
-def lines(parts: list[Part], events: list[StepEvent], layout: Layout) -> list[str]:
+def lines(parts: list[ModuleInfo], events: list[StepEvent], layout: Layout) -> list[str]:
     """The schedule, a word and its chunks a line; a block for gradients is in brackets."""
     entries = order(parts, events, layout).schedule(layout).entries
     return [f"{e.verb} {' '.join(str(c) if c >= 0 else f'({gradients_of(c)})' for c in e.chunks)}" for e in entries]
 
 
-def part(*params: int, parent: int | None = None, shared: bool = False) -> Part:
-    return Part(params=params, parent=parent, shared=shared)
+def part(*params: int, parent: int | None = None, shared: bool = False) -> ModuleInfo:
+    return ModuleInfo(params=params, parent=parent, shared=shared)
 
 
 def test_a_unit_is_the_largest_part_of_one_chunk() -> None:
     parts = [part(0), part(1, parent=0), part(2, parent=1), part(3, parent=1), part(4, parent=0), part(5, parent=4)]
     chunk_of = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 2}
     units = choose_units(parts, chunk_of)
-    assert [None if unit is None else (unit.part, unit.params, unit.whole) for unit in units] == [
+    assert [None if unit is None else (unit.module, unit.params, unit.whole) for unit in units] == [
         (0, (0,), False),
         (1, (1, 2, 3), True),
         (1, (1, 2, 3), True),
@@ -89,11 +89,11 @@ def test_what_is_in_no_moving_chunk_is_all_one_unit() -> None:
 def test_a_part_of_several_is_never_inside_a_unit() -> None:
     parts = [part(), part(0, parent=0), part(1, parent=1, shared=True), part(2, parent=0)]
     units = choose_units(parts, {0: 0, 1: 0, 2: 0})
-    assert [None if unit is None else unit.part for unit in units] == [None, 1, 2, 3]
+    assert [None if unit is None else unit.module for unit in units] == [None, 1, 2, 3]
     assert units[1] is not None and units[1].params == (0,)
 
 
-def layers(*, hooked: bool) -> tuple[list[Part], list[StepEvent]]:
+def layers(*, hooked: bool) -> tuple[list[ModuleInfo], list[StepEvent]]:
     """Two layers of two parts in an encoder, beside an embedding; backward runs each again, with its hooks or not."""
     encoder, layer = part(parent=0), part(parent=2)
     parts = [part(), part(0, parent=0), encoder, layer, part(1, parent=3), part(2, parent=3)]
@@ -122,7 +122,7 @@ def test_a_part_that_says_it_is_recomputed_is_expected_to_run_again(where: list[
     backward += [StepEvent(REACH, 1), StepEvent(ACCUMULATE, params=parts[1].params)]
     said = [replace(each, recomputed=number >= 3) for number, each in enumerate(parts)]
 
-    def schedule(parts: list[Part], events: list[StepEvent]) -> list[str]:
+    def schedule(parts: list[ModuleInfo], events: list[StepEvent]) -> list[str]:
         _, described, ordered = by_first_use(parts, events, 5)
         return lines(list(described), list(ordered), layout_of(where))
 
@@ -138,7 +138,7 @@ def test_a_recomputed_layer_is_a_unit_in_any_chunks(hooked: bool) -> None:
 
     def units(whole_layers: bool) -> list[int]:
         found = choose_units(parts, chunk_of, whole_layers=whole_layers)
-        return [unit.part for unit in dict.fromkeys(found) if unit is not None]
+        return [unit.module for unit in dict.fromkeys(found) if unit is not None]
 
     assert units(True) == [1, 3, 6]
     assert units(False) == [1, 4, 5, 7, 8]
@@ -149,10 +149,10 @@ def test_a_recomputed_layer_is_a_unit_in_any_chunks(hooked: bool) -> None:
 
 def test_a_step_by_hand() -> None:
     parts = [part(0), part(1, parent=0), part(2, 3, parent=0)]
-    # Part 0 is around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used.
+    # Module 0 is around 1, 2, and 1 again; the last two share a chunk, of which another parameter is never used.
     events = ran(0, ran(1), ran(2), ran(1))
     forward = ["acquire 0", "acquire 1", "release 1", "acquire 1 2", "release 1 2", "acquire 1", "release 1"]
-    # Part 0 has its gradient at once, and its weights leave; part 1 with its first run, which backward comes to last.
+    # Module 0 has its gradient at once, and its weights leave; module 1 with its first run, the last in backward.
     backward = ["acquire 0", "release 0", "acquire (0)", "acquire 1", "release 1", "acquire 1 2", "acquire (2)"]
     backward += ["release (2)", "release 1 2", "acquire (1)", "acquire 1", "release 1", "release (1)", "release (0)"]
     assert lines(parts, events, layout_of([0, 1, 1, 2, 1], biases=(3,))) == [*forward, "release 0", *backward]
@@ -210,7 +210,7 @@ def test_parameters_come_in_order_of_first_use() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Part], list[StepEvent], Layout]:
+def steps(draw: st.DrawFn) -> tuple[list[ModuleInfo], list[StepEvent], Layout]:
     """Parts that run beside and inside each other, some of them more than once."""
     where = draw(st.lists(st.integers(0, 4), min_size=1, max_size=10))
     owners = draw(st.lists(st.integers(0, 4), min_size=len(where), max_size=len(where)))
@@ -238,11 +238,11 @@ def steps(draw: st.DrawFn) -> tuple[list[Part], list[StepEvent], Layout]:
 @settings(deadline=None)
 @given(steps())
 def test_what_forward_used_is_reduced_once_and_nothing_stays_held(
-    step: tuple[list[Part], list[StepEvent], Layout],
+    step: tuple[list[ModuleInfo], list[StepEvent], Layout],
 ) -> None:
     parts, events, layout = step
     schedule = order(parts, events, layout).schedule(layout)
-    used = {p for event in events for p in parts[event.part].params}
+    used = {p for event in events for p in parts[event.module].params}
     for chunk in layout.chunks:
         weights = [entry.verb for entry in schedule.entries if chunk.index in entry.chunks]
         gradients = [entry.verb for entry in schedule.entries if gradients_of(chunk.index) in entry.chunks]
