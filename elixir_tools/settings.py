@@ -15,8 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from elixir_moe import records
 from elixir_moe.errors import ConfigError
+from elixir_moe.ext import records
 
 T = TypeVar("T")
 

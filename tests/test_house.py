@@ -17,6 +17,8 @@ from tests.support.rules import ROOT, assert_none, place
 
 PACKAGE, TOOLS = ROOT / "elixir_moe", ROOT / "elixir_tools"
 FILES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
+FUNCTIONS = type(elixir_moe).functions
+"""Public functions that have the names of their files."""
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 STOREYS: list[set[str]] = [
@@ -56,6 +58,7 @@ STOREYS: list[set[str]] = [
     {"hf.steps"},
     {"hf.accelerate", "hf.fabric"},
     {"hf.trainer"},
+    {"ext"},
     {"elixir_tools.settings", "elixir_tools.names", "elixir_tools.garbage"},
     {"elixir_tools.models"},
     {"elixir_tools.watch", "elixir_tools.report"},
@@ -114,7 +117,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             assert node.level == 0, f"{place(path, node.lineno)}: relative import"
             names = [node.module or ""]
             if (ROOT / (node.module or "").replace(".", "/")).is_dir():
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in FUNCTIONS]
+                names += [node.module] * any(alias.name in FUNCTIONS for alias in node.names)
         else:
             continue
         for name in names:
@@ -148,6 +152,33 @@ def upward_imports(path: Path) -> Iterator[str]:
 
 def test_imports_run_downward() -> None:
     assert_none(found for path in FILES for found in upward_imports(path))
+
+
+def test_programs_use_the_public_names_the_errors_and_the_port() -> None:
+    allowed = {"__init__", "errors", "ext"}
+    assert_none(
+        f"{place(path, line)}: imports {module} of the library"
+        for path in FILES
+        if path.is_relative_to(TOOLS)
+        for line, module in imports_of(path)
+        if room_of(module)[0] not in allowed | {"elixir_tools"}
+    )
+
+
+def test_the_port_has_no_code() -> None:
+    """Only imports, a list of them, and its version."""
+    lines = (ast.Expr, ast.ImportFrom, ast.Assign)
+    port = [path for path in FILES if path.is_relative_to(PACKAGE / "ext")]
+    assert len(port) > 5
+    assert_none(place(path, node.lineno) for path in port for node in TREES[path].body if not isinstance(node, lines))
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    """Files of one room may import each other, but never in a circle, late imports included."""
+    needs = {name_of(path): {module for _, module in imports_of(path)} - {name_of(path)} for path in FILES}
+    while done := {module for module, imported in needs.items() if not imported & needs.keys()}:
+        needs = {module: imported for module, imported in needs.items() if module not in done}
+    assert not needs, f"a circle is among {sorted(needs)}"
 
 
 def names_imported(path: Path) -> Iterator[tuple[int, str]]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 
 from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, meant
-from elixir_moe.names import Master, Moments, SchemeName
+from elixir_moe.ext.names import Master, Moments, SchemeName
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import estimate, gpus, zero_infinity
 from elixir_tools.models import known as known_models

@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import size_text
 from elixir_moe.errors import ConfigError
-from elixir_moe.memory.disk import disk_bytes_left, file_system
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.measure import cache_folder
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.measure import cache_folder, disk_bytes_left, file_system
+from elixir_moe.ext.plans import size_text
 from elixir_tools.fit import reach
 from elixir_tools.train import launch
 from elixir_tools.verify.certificate import Check, as_dicts, first_failed

@@ -14,17 +14,20 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.manifest import Manifest
-from elixir_moe.state.checkpoint.storage import (
+from elixir_moe.ext.checkpoints import (
     MANIFEST,
+    Manifest,
+    Whole,
     check_target,
     checkpoints,
+    export_huggingface,
+    export_torch,
     home_of,
+    partials,
     read_manifest,
+    reshard,
     verify,
 )
-from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
-from elixir_moe.state.marked import partials
 from elixir_tools.names import DTYPES
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from elixir_moe.kernels import cpu_features
-from elixir_moe.torch_private import NEWEST, OLDEST, untested
+from elixir_moe.ext.measure import cpu_features
+from elixir_moe.ext.torch_versions import NEWEST, OLDEST, untested
 
 
 def run(known: argparse.Namespace) -> int:

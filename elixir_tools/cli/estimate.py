@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from elixir_moe.chunks.plan import size_text
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.quantized.formats import SCHEMES
+from elixir_moe.ext.models import SCHEMES
+from elixir_moe.ext.plans import size_text
 from elixir_tools.fit import estimate, zero_infinity
 
 _MOST_FIGURE = 1e60

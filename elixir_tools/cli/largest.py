@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.solve import Task
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.planner import Task
 from elixir_tools.fit.largest import Found, Sizes, largest_each
 from elixir_tools.fit.tasks import model_of, named, pretended_ranks, ranks_of, task_of
 from elixir_tools.models import shapes

@@ -91,7 +91,7 @@ def _run_verb(known: argparse.Namespace) -> int:
         known.model = find(known.model)
 
     with uncollected():
-        from elixir_moe.parallel.mesh import prepare_process
+        from elixir_moe.ext.ranks import prepare_process
 
         prepare_process()
         verb = import_module(f"{__package__}.{'finetune' if known.verb in TRAINERS else known.verb}")

@@ -16,17 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
-from elixir_moe.chunks.plan import Tier, seconds_text, size_text
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.planner import cost
-from elixir_moe.planner.explain import explain
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.measure import measured_here
-from elixir_moe.planner.solve import Choice, Packings, Task, price, shortage, solve
-from elixir_moe.planner.tile_size import tile_bytes
-from elixir_moe.torch_private import IMPORTED_LATE
-from elixir_moe.wrapping.tiling import tile_for
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.measure import measured_here
+from elixir_moe.ext.planner import Choice, Packings, Task, cost, explain, price, shortage, solve, tile_bytes, tile_for
+from elixir_moe.ext.plans import HELD_HEAD, Tier, held_line, held_rows, seconds_text, size_text
+from elixir_moe.ext.torch_versions import IMPORTED_LATE
 from elixir_tools.cli.largest import run_largest
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.quantized.formats import scheme_called
+from elixir_moe.ext.models import scheme_called
 from elixir_tools.models.lora import Lora
 from elixir_tools.train import launch
 from elixir_tools.train.waiting import Waits

@@ -14,9 +14,9 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, meant
-from elixir_moe.names import SchemeName
+from elixir_moe.ext.names import SchemeName
+from elixir_moe.ext.plans import size_bytes
 from elixir_tools import settings
 from elixir_tools.finetune.defaults import LEARNING_RATE, SFT
 from elixir_tools.models.lora import EXPERTS

@@ -19,13 +19,12 @@ import torch.distributed as dist
 import yaml
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
+from elixir_moe import inspect
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.hf.steps import GoBack, StepCallback
-from elixir_moe.hf.trainer import APART, lacking
-from elixir_moe.inspect import inspect
-from elixir_moe.state.marked import is_marked
-from elixir_moe.state.wrapped import require_wrapped
+from elixir_moe.ext.checkpoints import is_marked
+from elixir_moe.ext.hf import APART, GoBack, StepCallback, lacking
+from elixir_moe.ext.models import require_wrapped
+from elixir_moe.ext.ranks import gathered, raise_on_all_ranks
 from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes, totals
 from elixir_tools.report.timeline import recorded

@@ -29,11 +29,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file, logging
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.hf.accelerate import CHECKPOINT
-from elixir_moe.hf.save_pretrained import FolderWriter
-from elixir_moe.state.checkpoint.storage import read_manifest, verify
-from elixir_moe.state.checkpoint.whole import Whole
-from elixir_moe.state.marked import MarkedFolder, partial_of
+from elixir_moe.ext.checkpoints import MarkedFolder, Whole, partial_of, read_manifest, verify
+from elixir_moe.ext.hf import CHECKPOINT, FolderWriter
 from elixir_tools.models.presets import reason_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -31,21 +31,12 @@ from transformers import (
     TrainerCallback,
 )
 
-from elixir_moe.chunks.plan import AutoPlan, Plan, size_bytes
+from elixir_moe import expert_mesh, init_mesh, inspect, quantize, sharded_init, spread_experts
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.hf.fused_experts import adapt_beside
-from elixir_moe.hf.shipped import shipped_patterns
-from elixir_moe.hf.trainer import ElixirMixin
-from elixir_moe.inspect import inspect
-from elixir_moe.memory.out_of_memory import is_out_of_memory
-from elixir_moe.memory.slabs import host_bytes_left
-from elixir_moe.parallel.mesh import expert_mesh, init_mesh
-from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.trace import trace
-from elixir_moe.quantized.convert import quantize
-from elixir_moe.wrapping.deferred_init import sharded_init
-from elixir_moe.wrapping.expert_parallel import spread_experts
-from elixir_moe.wrapping.tiling import tile_for
+from elixir_moe.ext.hf import ElixirMixin, adapt_beside, shipped_patterns
+from elixir_moe.ext.measure import host_bytes_left, is_out_of_memory
+from elixir_moe.ext.planner import Profile, tile_for, trace
+from elixir_moe.ext.plans import AutoPlan, Plan, size_bytes
 from elixir_tools.finetune.arguments import Arguments
 from elixir_tools.finetune.callbacks import ControlFile, Records, StopAtSignal, Supervise
 from elixir_tools.finetune.smaller import Step, that_fits

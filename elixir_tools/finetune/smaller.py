@@ -7,8 +7,7 @@ planner says what fits: `planner.trace` has a step's activations, the plan its b
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elixir_moe.planner import cost
-from elixir_moe.planner.profile import Profile
+from elixir_moe.ext.planner import Profile, cost
 
 _SHORTEST = 128
 """Tokens of a row below which nobody wants to train."""

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.errors import PlanError
-from elixir_moe.planner import cost
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.solve import Choice, Packings, Task, solve
-from elixir_moe.planner.tile_size import tile_bytes
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.planner import Choice, Packings, Task, cost, solve, tile_bytes
+from elixir_moe.ext.plans import Plan, Tier, seconds_text, size_text
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
 from elixir_tools.fit.figures import Figures, memory_lines, speed_lines

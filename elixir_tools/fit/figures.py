@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elixir_moe.chunks.plan import Tier, seconds_text
-from elixir_moe.planner import cost
-from elixir_moe.planner.solve import Choice, Task
+from elixir_moe.ext.planner import Choice, Task, cost
+from elixir_moe.ext.plans import Tier, seconds_text
 from elixir_tools.fit.quick import USUAL_ERROR, Rough
 
 _WORTH = 0.01

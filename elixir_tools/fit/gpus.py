@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.planner.hardware import Hardware, Links
+from elixir_moe.ext.hardware import Hardware, Links
 
 REFERENCE = "a100-80g-pcie-x4"
 """The measured machine whose ratios stand in for those of machines that nobody has measured."""

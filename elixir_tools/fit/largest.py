@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from elixir_moe.chunks.events import ModuleInfo, StepEvent
-from elixir_moe.chunks.param_spec import ParamSpec
-from elixir_moe.planner.solve import Task
+from elixir_moe.ext.planner import ModuleInfo, StepEvent, Task
+from elixir_moe.ext.plans import ParamSpec
 from elixir_tools.fit import strategies
 
 _Step = tuple[tuple[ParamSpec, ...], tuple[ModuleInfo, ...], tuple[StepEvent, ...]]

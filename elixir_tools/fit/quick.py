@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.chunks.param_spec import Precision
-from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import ConfigError
-from elixir_moe.parallel.rules import logical_numel
-from elixir_moe.planner import cost
-from elixir_moe.planner.decoding import bytes_a_weight
-from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Task
-from elixir_moe.quantized.packed import packed_parameters, weights_behind
+from elixir_moe.ext.models import logical_numel, packed_parameters, weights_behind
+from elixir_moe.ext.planner import Profile, Task, bytes_a_weight, cost
+from elixir_moe.ext.plans import Precision, Tier
 
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 USUAL_ERROR = 0.15

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.planner.hardware import Hardware
+from elixir_moe.ext.hardware import Hardware
 from elixir_tools.models import known
 
 WAYS = ("full", "LoRA", "QLoRA")

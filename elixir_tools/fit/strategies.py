@@ -6,8 +6,8 @@ those of Elixir v1, VI-B. ZeRO-1 is ZeRO-2 plus whole gradients in the compute d
 
 from dataclasses import replace
 
-from elixir_moe.chunks.plan import Plan
-from elixir_moe.planner.solve import Task, device_bytes_for
+from elixir_moe.ext.planner import Task, device_bytes_for
+from elixir_moe.ext.plans import Plan
 
 OURS_HOST, OURS_DISK = "ours, host", "ours, disk"
 LADDER = {

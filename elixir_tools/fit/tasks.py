@@ -16,18 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.chunks.param_spec import Precision
-from elixir_moe.chunks.plan import size_bytes, size_text
+from elixir_moe import init_mesh, quantize
 from elixir_moe.errors import ConfigError
-from elixir_moe.hf.shipped import config_in, scheme_of, shipped_patterns
-from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Task
-from elixir_moe.planner.trace import trace
-from elixir_moe.quantized.convert import quantize
-from elixir_moe.torch_private import fake_store
-from elixir_moe.wrapping.checks import check_adapted_bytes
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.hf import config_in, scheme_of, shipped_patterns
+from elixir_moe.ext.planner import Profile, Task, check_adapted_bytes, trace
+from elixir_moe.ext.plans import Precision, size_bytes, size_text
+from elixir_moe.ext.ranks import fake_store
 from elixir_tools import names
 from elixir_tools.finetune.defaults import FROZEN_IN
 from elixir_tools.models import presets, shapes

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from elixir_moe.chunks.param_spec import Precision
 from elixir_moe.errors import ConfigError
-from elixir_moe.planner.hardware import Hardware
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.plans import Precision
 from elixir_tools.fit.answer import assumed_lines, run_lines, sft_words, way_of, wrapped
 from elixir_tools.fit.figures import Figures, memory_lines, recommended, speed_lines, table, words_of
 from elixir_tools.fit.quick import USUAL_ERROR, quick, step_of

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from elixir_moe.errors import ConfigError, meant
-from elixir_moe.hf.fused_experts import adapt_beside
-from elixir_moe.quantized.packed import SCALES
+from elixir_moe.ext.hf import adapt_beside
+from elixir_moe.ext.models import SCALES
 from elixir_tools.models.lora import ALL_LINEAR, EXPERTS, Lora
 
 _ROUTER_NAMES = {"router", "gate"}

@@ -18,14 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from elixir_moe import MoE, Pattern, expert_mesh, linear_cross_entropy
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.linear_cross_entropy import linear_cross_entropy
-from elixir_moe.moe.experts import MLP, GroupedExperts
-from elixir_moe.moe.layer import MoE
-from elixir_moe.moe.router import TopKRouter
-from elixir_moe.parallel.linear import CutLinear, TensorRanks, linear
-from elixir_moe.parallel.mesh import expert_mesh
-from elixir_moe.parallel.pattern import Pattern
+from elixir_moe.ext.models import MLP, CutLinear, GroupedExperts, TensorRanks, TopKRouter, linear
 from elixir_tools.models.config import GPTConfig
 
 

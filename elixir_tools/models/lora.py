@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Self
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.records import at_least, check
+from elixir_moe.ext.records import at_least, check
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 _EXPECTED = f"expected words such as r=16,alpha=32,targets={ALL_LINEAR},{EXPERTS},parameters=NAME"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from elixir_moe import annotate
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.hf.fused_loss import WithoutLogits
-from elixir_moe.parallel.rules import annotate
+from elixir_moe.ext.hf import WithoutLogits
 from elixir_tools.models.adapters import adapted
 from elixir_tools.models.config import GPTConfig, gpt_config
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.state.marked import TEXT, collect, is_marked, lock, partials
+from elixir_moe.ext.checkpoints import TEXT, collect, is_marked, lock, partials
 from elixir_tools import settings
 
 OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")

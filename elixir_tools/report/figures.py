@@ -21,8 +21,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from elixir_moe.chunks.plan import seconds_text
-from elixir_moe.page import document
+from elixir_moe.ext.page import document
+from elixir_moe.ext.plans import seconds_text
 
 WIDTH = 360
 """Points of a chart's width: on a screen 420 pixels wide a point is a pixel."""

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elixir_moe.chunks.plan import Tier, size_text
 from elixir_moe.errors import ConfigError
+from elixir_moe.ext.plans import Tier, size_text
 from elixir_tools import settings
 from elixir_tools.report.directory import is_claimed, is_run
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from elixir_moe.chunks.plan import seconds_text, size_text
-from elixir_moe.page import document, model
-from elixir_moe.page.document import SERIES
+from elixir_moe.ext.page import SERIES, document, model
+from elixir_moe.ext.plans import seconds_text, size_text
 from elixir_tools.report import figures, history, picture
 from elixir_tools.report.figures import Series, Span, number_text
 from elixir_tools.report.history import Story

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.page.document import SERIES
+from elixir_moe.ext.page import SERIES
 from elixir_tools.report import figures, history
 from elixir_tools.report.figures import Point, Series
 

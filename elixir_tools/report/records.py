@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elixir_moe.chunks.plan import size_text
+from elixir_moe.ext.plans import size_text
 from elixir_tools.report.history import finite, records_of
 
 _WHERE = {"device": "of device memory", "host": "of host memory", "disk": "on disk"}

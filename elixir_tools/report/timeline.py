@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from elixir_moe.torch_private import on_all_threads
+from elixir_moe.ext.ranks import on_all_threads
 
 _OURS = "elixir::"
 _COPIES = ("nccl", "Memcpy", "Memset")

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from elixir_moe import Saving
 from elixir_moe.errors import CheckpointError
-from elixir_moe.state.checkpoint.manifest import Manifest
-from elixir_moe.state.checkpoint.save import Saving
-from elixir_moe.state.checkpoint.storage import CHECKPOINTS, checkpoints
+from elixir_moe.ext.checkpoints import CHECKPOINTS, Manifest, checkpoints
 from elixir_tools.report.directory import APART
 from elixir_tools.train.config import SaveConfig
 from elixir_tools.train.directory import extra_of

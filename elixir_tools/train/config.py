@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
-from elixir_moe.names import Master, Moments
-from elixir_moe.records import ABOVE_0, Check, Respelled, at_least, check
+from elixir_moe.ext.names import Master, Moments
+from elixir_moe.ext.records import ABOVE_0, Check, Respelled, at_least, check
 from elixir_tools import settings
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.names import DTYPES, short_dtype
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from elixir_moe.chunks.plan import AutoPlan, Plan
+    from elixir_moe.ext.plans import AutoPlan, Plan
     from elixir_tools.train.data import Text
 
 _MEANINGFUL: dict[str, tuple[str, ...]] = {
@@ -130,7 +130,7 @@ class PlanConfig:
     """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
 
     def __post_init__(self) -> None:
-        from elixir_moe.chunks.plan import size_bytes
+        from elixir_moe.ext.plans import size_bytes
 
         for name in {name for names in _MEANINGFUL.values() for name in names}:
             if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
@@ -147,7 +147,7 @@ class PlanConfig:
 
     def plan(self, step: "Callable[[nn.Module, Any], Any]", sample: Any, accumulation: int) -> "Plan | AutoPlan":
         """The plan; for kind "auto", the request to search one for `accumulation` runs of ``step(model, sample)``."""
-        from elixir_moe.chunks.plan import Plan
+        from elixir_moe.ext.plans import Plan
 
         given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
         if self.kind == "auto":

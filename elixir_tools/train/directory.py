@@ -8,10 +8,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from elixir_moe import latest
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.state.checkpoint.storage import CHECKPOINTS, MANIFEST, is_checkpoint, latest, read_manifest, remove
-from elixir_moe.state.checkpoint.values import decode
-from elixir_moe.state.marked import collect, is_marked
+from elixir_moe.ext.checkpoints import (
+    CHECKPOINTS,
+    MANIFEST,
+    collect,
+    decode,
+    is_checkpoint,
+    is_marked,
+    read_manifest,
+    remove,
+)
 from elixir_tools import settings
 from elixir_tools.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, Claim, is_run
 from elixir_tools.train.config import TrainConfig, identity

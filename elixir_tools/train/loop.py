@@ -22,17 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.chunks.plan import seconds_text
-from elixir_moe.distributed.all_ranks import gathered
-from elixir_moe.distributed.collectives import world_timeout
-from elixir_moe.distributed.waits import BusyTime
-from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
+from elixir_moe import full_state_dict, init_mesh, inspect
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.inspect import inspect
-from elixir_moe.memory.out_of_memory import is_out_of_memory
-from elixir_moe.parallel.mesh import init_mesh
-from elixir_moe.state.full import full_state_dict
-from elixir_moe.torch_private import default_store
+from elixir_moe.ext.measure import is_out_of_memory
+from elixir_moe.ext.plans import seconds_text
+from elixir_moe.ext.ranks import BusyTime, Watchdog, default_store, gathered, is_broken_collective, world_timeout
 from elixir_tools import settings
 from elixir_tools.report.directory import CONTROL, Claim
 from elixir_tools.report.records import StepRecord, Summary, process_bytes, totals

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.distributed.collectives import abort_nccl, world_timeout
+from elixir_moe import inspect
 from elixir_moe.errors import TierError
-from elixir_moe.inspect import inspect
+from elixir_moe.ext.ranks import abort_nccl, world_timeout
 from elixir_tools.train.config import PlanConfig, TrainConfig
 from elixir_tools.train.training import Training
 

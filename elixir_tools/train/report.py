@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
-from elixir_moe.chunks.plan import seconds_text, size_text
+from elixir_moe.ext.plans import seconds_text, size_text
 from elixir_tools.report.history import losses_of
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text
 

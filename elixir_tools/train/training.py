@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from elixir_moe.moe.layer import LayerRanks, MoE
-from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_moe.parallel.linear import CutLinear
-from elixir_moe.parallel.rules import annotate, logical_numel
-from elixir_moe.state.checkpoint.load import load
-from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
-from elixir_moe.state.checkpoint.save import Saving, save
-from elixir_moe.state.wrapped import require_wrapped
-from elixir_moe.wrap import wrap
-from elixir_moe.wrapping.deferred_init import sharded_init
+from elixir_moe import MoE, Saving, ShardedOptimizer, annotate, load, save, sharded_init, wrap
+from elixir_moe.ext.checkpoints import random_states, read_random_states, set_random_states
+from elixir_moe.ext.models import CutLinear, LayerRanks, logical_numel, require_wrapped
 from elixir_tools.models.gpt import (
     GPT,
     Meshes,

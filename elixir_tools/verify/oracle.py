@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elixir_moe.moe.layer import MoE
+from elixir_moe import MoE
 
 
 class LoopedMoE(MoE):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import nothing_called
+from elixir_moe.ext.plans import Plan
 from elixir_tools.names import PLANS
 
 _ALL_CHUNKS = 2**20

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe import errors
-from elixir_moe.parallel.mesh import prepare_process
-from elixir_moe.torch_private import IMPORTED_LATE
+from elixir_moe.ext.ranks import prepare_process
+from elixir_moe.ext.torch_versions import IMPORTED_LATE
 
 _TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other."""

@@ -22,15 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elixir_moe.chunks.plan import size_text
-from elixir_moe.distributed.all_ranks import gathered
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.kernels import cpu_features
-from elixir_moe.memory.out_of_memory import is_out_of_memory
-from elixir_moe.memory.slabs import device_left, host_bytes_left
-from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.measure import measured_again, processor
-from elixir_moe.torch_private import untested
+from elixir_moe.ext.hardware import Hardware
+from elixir_moe.ext.measure import (
+    cpu_features,
+    device_left,
+    host_bytes_left,
+    is_out_of_memory,
+    measured_again,
+    processor,
+)
+from elixir_moe.ext.plans import size_text
+from elixir_moe.ext.ranks import gathered
+from elixir_moe.ext.torch_versions import untested
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.verify.certificate import Check, certify
 from elixir_tools.verify.plans import asked

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from elixir_moe import annotate, init_mesh, quantize
 from elixir_moe.errors import ConfigError, meant
-from elixir_moe.quantized.packed import packed_parameters
-from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
+from elixir_moe.ext.models import Dropout, packed_parameters, tree_leaves, tree_map
 from elixir_tools.models import presets
 from elixir_tools.models.adapters import check_targets, with_adapters
 from elixir_tools.models.gpt import GPT, GPTConfig, gpt_patterns, lm_loss

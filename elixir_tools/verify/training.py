@@ -21,12 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
 from elixir_moe.errors import ConfigError
-from elixir_moe.hf.peft import base_of, has_own_adapters, is_peft_model
-from elixir_moe.parallel.state_dict import persistent_buffers
-from elixir_moe.quantized.packed import SCALES, packed_parameters
-from elixir_moe.state.checkpoint.storage import read_manifest
-from elixir_moe.state.checkpoint.whole import Whole
-from elixir_moe.torch_private import tree_leaves, tree_map
+from elixir_moe.ext.checkpoints import Whole, read_manifest
+from elixir_moe.ext.hf import base_of, has_own_adapters, is_peft_model
+from elixir_moe.ext.models import SCALES, packed_parameters, persistent_buffers, tree_leaves, tree_map
 from elixir_tools.verify.plans import AskedPlan
 from elixir_tools.verify.subject import Source, Subject, batch_of, own_loss, parts_of
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-from elixir_moe.records import ABOVE_0
+from elixir_moe.ext.records import ABOVE_0
 from elixir_tools import settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Annotated, Any, Literal
 
-from elixir_moe.records import ABOVE_0, Check, at_least, check
+from elixir_moe.ext.records import ABOVE_0, Check, at_least, check
 
 DIVERGED = 3
 """Exit code of a run that the supervisor stopped, with its state saved."""

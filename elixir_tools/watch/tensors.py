@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_moe.distributed.all_ranks import gathered
-from elixir_moe.kernels import sum_of_squares
-from elixir_moe.state.checkpoint.held import held_pieces, share_of
-from elixir_moe.state.wrapped import Wrapped
+from elixir_moe.ext.models import Wrapped, held_pieces, share_of, sum_of_squares
+from elixir_moe.ext.ranks import gathered
 
 _MOST_NAMED = 8
 

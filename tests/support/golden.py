@@ -170,7 +170,7 @@ def _signature(value: Any) -> str:
 def _errors() -> list[str]:
     """The message of each `raise` of the package, with its expressions left out."""
     found = []
-    files = [file for package in (em, elixir_tools) for file in Path(package.__path__[0]).rglob("*.py")]
+    files = [file for package in (em, elixir_tools) for file in Path(str(package.__file__)).parent.rglob("*.py")]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):

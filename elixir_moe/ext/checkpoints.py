@@ -1,0 +1,46 @@
+"""Checkpoint folders: what is in them, other forms of them, random states, and folders that may be removed."""
+
+from elixir_moe.state.checkpoint.manifest import Manifest
+from elixir_moe.state.checkpoint.rng import random_states, read_random_states, set_random_states
+from elixir_moe.state.checkpoint.storage import (
+    CHECKPOINTS,
+    MANIFEST,
+    check_target,
+    checkpoints,
+    home_of,
+    is_checkpoint,
+    read_manifest,
+    remove,
+    verify,
+)
+from elixir_moe.state.checkpoint.values import decode
+from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
+from elixir_moe.state.marked import TEXT, MarkedFolder, collect, is_marked, lock, partial_of, partials
+
+__all__ = [
+    "CHECKPOINTS",
+    "MANIFEST",
+    "Manifest",
+    "MarkedFolder",
+    "TEXT",
+    "Whole",
+    "check_target",
+    "checkpoints",
+    "collect",
+    "decode",
+    "export_huggingface",
+    "export_torch",
+    "home_of",
+    "is_checkpoint",
+    "is_marked",
+    "lock",
+    "partial_of",
+    "partials",
+    "random_states",
+    "read_manifest",
+    "read_random_states",
+    "remove",
+    "reshard",
+    "set_random_states",
+    "verify",
+]

@@ -1,0 +1,6 @@
+"""Pages about models and runs as HTML."""
+
+from elixir_moe.page import document, model
+from elixir_moe.page.document import SERIES
+
+__all__ = ["SERIES", "document", "model"]

@@ -1,0 +1,32 @@
+"""The trace of a step, the cost of a plan, and the search for the fastest one that fits."""
+
+from elixir_moe.chunks.events import ModuleInfo, StepEvent
+from elixir_moe.planner import cost
+from elixir_moe.planner.decoding import bytes_a_weight
+from elixir_moe.planner.explain import explain
+from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.solve import Choice, Packings, Task, device_bytes_for, price, shortage, solve
+from elixir_moe.planner.tile_size import tile_bytes
+from elixir_moe.planner.trace import trace
+from elixir_moe.wrapping.checks import check_adapted_bytes
+from elixir_moe.wrapping.tiling import tile_for
+
+__all__ = [
+    "Choice",
+    "ModuleInfo",
+    "Packings",
+    "Profile",
+    "StepEvent",
+    "Task",
+    "bytes_a_weight",
+    "check_adapted_bytes",
+    "cost",
+    "device_bytes_for",
+    "explain",
+    "price",
+    "shortage",
+    "solve",
+    "tile_bytes",
+    "tile_for",
+    "trace",
+]
