@@ -27,9 +27,9 @@ from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import storage_id
 
 
-def groups_needed(model: nn.Module, chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
+def groups_needed(parameters: Iterable[nn.Parameter], chunks: Iterable[ChunkSpec]) -> list[tuple[int, ...]]:
     """The ranks of each process group that `full_state_dict` gathers over."""
-    patterns = {pattern for p in model.parameters() if (pattern := pattern_of(p)) is not None}
+    patterns = {pattern for p in parameters if (pattern := pattern_of(p)) is not None}
     return [
         *(spec.key.ranks for spec in chunks),
         *(pattern.mesh.ranks_along((axis,)) for pattern in patterns for axis, _ in pattern.shard),

@@ -5,7 +5,7 @@ Owns the comparisons and their messages. All functions are collective; checks on
 
 import hashlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -90,16 +90,16 @@ def check_host_memory(nbytes: int) -> None:
         check_fits(sum(theirs for theirs, _ in needs), min(left for _, left in needs), f"{len(needs)} ranks on {host}")
 
 
-def check_device_memory(device: torch.device, size: Footprint, model: nn.Module) -> None:
+def check_device_memory(device: torch.device, size: Footprint, parameters: Iterable[nn.Parameter]) -> None:
     """Raises TierError on all ranks if a GPU's free memory is too small for the ranks that use it; not for a CPU.
 
-    What the model has there now counts as free, but for blocks, which are allocated before its weights move. Where the
-    GPU has the memory of its host, the plan's bytes in host memory are part of the need.
+    What the model's `parameters` have there now counts as free, but for blocks, which are allocated before weights
+    move. Where the GPU has the memory of its host, the plan's bytes in host memory are part of the need.
     """
     if device.type != "cuda":
         return
     name, left = device_left(device)
-    freed = sum(local_of(p).nbytes for p in model.parameters() if local_of(p).device.type == "cuda")
+    freed = sum(local_of(p).nbytes for p in parameters if local_of(p).device.type == "cuda")
     needed = max(size.device_bytes - freed, size.rcache_bytes + size.resident_bytes)
     needed += size.host_bytes if is_one_memory(device) else 0
     everyone = gathered((f"{name} of {socket.gethostname()}", needed, left))

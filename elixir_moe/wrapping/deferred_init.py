@@ -241,7 +241,7 @@ def sharded_init() -> Iterator[None]:
         with _recording(device):
             yield
     finally:
-        _follow(gc.get_objects())  # tensors in modules, lists and closures, copies and views: all that can be written
+        follow(gc.get_objects())  # tensors in modules, lists and closures, copies and views: all that can be written
 
 
 @contextmanager
@@ -511,7 +511,7 @@ class _Followed(Tensor):
             if record is not None and not recorded:
                 stack.enter_context(_recording(record.device))
             results = func(*args, **(kwargs or {}))
-        _follow(tree_leaves(results))
+        follow(tree_leaves(results))
         return results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -523,8 +523,8 @@ class _Followed(Tensor):
         return memo[id(self)]
 
 
-def _follow(objects: Iterable[Any]) -> None:
-    """Changes the class of all tensors of a context among `objects`."""
+def follow(objects: Iterable[Any]) -> None:
+    """Follows what is done with those of `objects` that are tensors of `sharded_init`, by a class of their own."""
     for found in objects:
         kind = type(found)  # isinstance would ask objects that pretend to be of another class
         if (kind is Tensor or kind is nn.Parameter) and record_of(found) is not None:
@@ -533,18 +533,10 @@ def _follow(objects: Iterable[Any]) -> None:
                 found._is_param = True
 
 
-@contextmanager
-def plain_on_meta(model: nn.Module) -> Iterator[None]:
-    """A context in which parameters and buffers of `sharded_init` are plain tensors on meta, and no longer followed.
-
-    They are followed again if the block fails.
-    """
-    followed = [t for t in (*model.parameters(), *model.buffers()) if isinstance(t, _Followed)]
+def unfollow(model: nn.Module) -> list[Tensor]:
+    """Makes parameters and buffers of `sharded_init` plain tensors on meta; returns them for `follow`."""
+    followed: list[Tensor] = [t for t in (*model.parameters(), *model.buffers()) if isinstance(t, _Followed)]
     for tensor in followed:
         kind = nn.Parameter if vars(tensor).pop("_is_param", False) else Tensor
         tensor.__class__ = kind  # type: ignore[assignment]
-    try:
-        yield
-    except BaseException:
-        _follow(followed)
-        raise
+    return followed

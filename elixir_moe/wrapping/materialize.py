@@ -1,7 +1,6 @@
-"""From a model's weights to its shards: one parameter, or a few small ones, after another.
+"""The fourth stage of `wrap`: weights move to their shards, one parameter, or a few small ones, after another.
 
-Owns the copy of the values, and the creation of the files for chunks on disk. No rank holds more than the largest
-parameter besides the model as given and its shards.
+Owns the copy of the values. No rank holds more than the largest parameter besides the model as given and its shards.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,89 +9,55 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.chunks.ledger import arrays_on_disk, values_bytes
-from elixir_moe.chunks.packing import ChunkSpec, Layout, Slot
-from elixir_moe.chunks.plan import Plan, Tier, reads_disk
+from elixir_moe.chunks.packing import ChunkSpec, Slot
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
-from elixir_moe.errors import ConfigError, ElixirError, TierError
-from elixir_moe.hf.pretrained import Pretrained, leave_meta, replace_data
-from elixir_moe.memory.disk import DiskStore
-from elixir_moe.memory.disk_values import ValuesFile
+from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.hf.pretrained import Pretrained, leave_meta
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, bytes_of
 from elixir_moe.parallel.dtensor import local_of
-from elixir_moe.runtime.chunk import Chunk, Placeholder
-from elixir_moe.runtime.model_spec import ModelSpec
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.wrapping.allocate import Allocated
 from elixir_moe.wrapping.deferred_init import Record, drawn, record_of
+from elixir_moe.wrapping.prepare import Request
+from elixir_moe.wrapping.resolve_plan import Resolved
 from elixir_moe.wrapping.shared_memory import attributes_of, items_of
-
-_PIECE_BYTES = 64 << 20
-"""Most bytes of weights that are sent to other ranks at once."""
-_MOST_ITEMSIZE = 16
-"""Bytes of the longest elements, complex numbers of double precision."""
+from elixir_moe.wrapping.weight_transfer import WeightTransfer, dtype_moved
 
 
-class Passage:
-    """The memory through which weights go to other ranks, and what the parameters were before their weights moved."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Raises TierError: the device has too little memory."""
-        sent = [chunk for chunk in layout.chunks if len(chunk.key.ranks) > 1]
-        largest = max((slot.numel * _moved_in(chunk).itemsize for chunk in sent for slot in chunk.slots), default=0)
-        nbytes = min(_PIECE_BYTES, -(-largest // _MOST_ITEMSIZE) * _MOST_ITEMSIZE)
-        with allocation(nbytes, "weights on their way to other ranks", Tier.DEVICE):
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.device = device
-        """The device of forward."""
-        self._former: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def leave(self, parameter: nn.Parameter) -> None:
-        """To be called before the parameter loses its data."""
-        local = local_of(parameter)
-        self._former.append((local, local.detach() if local.is_meta else torch.empty_like(local, device="meta")))
-
-    def undo(self) -> None:
-        """Puts parameters whose weights have moved back on meta: as they were, if they were there, or without data."""
-        for local, former in self._former:
-            replace_data(local, former)
-
-
-def build_chunks(
-    layout: Layout,
-    spec: ModelSpec,
-    shards: Sequence[ShardState],
-    communicators: Mapping[tuple[int, ...], Communicator],
-    placeholder: Placeholder,
-    pretrained: Pretrained | None,
-    passage: Passage,
+def materialize(
+    request: Request, resolved: Resolved, allocated: Allocated, pretrained: Pretrained | None
 ) -> list[Chunk]:
-    """Creates the chunks one after another, with the weights of the model in their shards. Collective.
+    """Moves buffers to the device, and then creates the chunks, with the model's weights in their shards. Collective.
 
-    Parameters on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
+    Parameters and buffers on meta are read from `pretrained`, or drawn if the model was built under `sharded_init`.
 
     Raises:
         CheckpointError: `pretrained` could not be read; on all ranks.
-        ElixirError: a parameter could not be drawn or moved; on all ranks.
+        ElixirError: a parameter or a buffer could not be drawn or moved; on all ranks.
     """
+    _settle_buffers(request.model, pretrained, request.device)
+    layout, spec, transfer = resolved.layout, resolved.spec, allocated.transfer
+    request.undo.callback(transfer.undo)
     moving = Deferred("moved their weights")
-    sources = _Sources(pretrained, moving, passage)
+    sources = _Sources(pretrained, moving, transfer)
     most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
     chunks = []
-    for chunk, shard in zip(layout.chunks, shards, strict=True):
+    for chunk, shard in zip(layout.chunks, allocated.shards, strict=True):
         members = {slot: spec.parameters[slot.param] for slot in chunk.slots}
-        communicator = communicators[chunk.key.ranks]
+        communicator = allocated.communicators[chunk.key.ranks]
         for slots in _runs(chunk.slots, most):
             _move_in(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
         for parameter in members.values():
-            passage.leave(parameter)
+            transfer.leave(parameter)
             if local_of(parameter).is_meta:
                 leave_meta(parameter)
         names = [spec.params[slot.param].name for slot in chunk.slots]
-        chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, placeholder))
+        chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, allocated.placeholder))
     if pretrained is not None:
         pretrained.settle()
     moving.settle()
@@ -123,7 +88,7 @@ def _move_in(
     start, stop = min(slot.start for slot in members), max(slot.stop for slot in members)
     if start == stop:
         return
-    dtype = _moved_in(chunk)
+    dtype = dtype_moved(chunk)
     values: list[torch.Tensor] = []
     if communicator.index == 0:
         sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype)))
@@ -136,35 +101,30 @@ def _move_in(
         start += len(part)
 
 
-def _moved_in(chunk: ChunkSpec) -> torch.dtype:
-    """The dtype in which weights go to their shards."""
-    return torch.float32 if chunk.key.trainable else chunk.key.dtype
-
-
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """Where the values of parameters come from: their memory, a folder, or a drawing."""
 
     pretrained: Pretrained | None
     moving: Deferred
-    passage: Passage
+    transfer: WeightTransfer
 
     def parts(
         self, values: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, *, shared: bool
     ) -> Iterator[torch.Tensor]:
-        """The values in parts that fit the passage, or its memory for those of another rank, or that are missing."""
-        length = self.passage.memory.nbytes // dtype.itemsize if shared else numel
+        """The values in parts that fit the buffer; the buffer itself for values of another rank, or missing ones."""
+        length = self.transfer.memory.nbytes // dtype.itemsize if shared else numel
         for start in range(0, numel if shared or values else 0, length):
             part = slice(start, min(start + length, numel))
-            yield values[0][part] if values else self.passage.memory.view(dtype)[: part.stop - start]
+            yield values[0][part] if values else self.transfer.memory.view(dtype)[: part.stop - start]
 
     def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""
         if len(members) == 1 and self.pretrained is None and record_of(local_of(*members.values())) is not None:
             # as it is drawn: the largest parameter is never there twice
-            return drawn(local_of(*members.values())).to(self.passage.device, dtype).flatten()
+            return drawn(local_of(*members.values())).to(self.transfer.device, dtype).flatten()
         with allocation((stop - start) * dtype.itemsize, "parameters on their way to shards", Tier.DEVICE):
-            values = torch.zeros(stop - start, dtype=dtype, device=self.passage.device)
+            values = torch.zeros(stop - start, dtype=dtype, device=self.transfer.device)
         for slot, parameter in members.items():
             local = local_of(parameter)
             self._fill(values[slot.start - start : slot.stop - start].view(local.shape), parameter, local)
@@ -216,7 +176,7 @@ def _draw_buffers(model: nn.Module) -> None:
                     tensors[name] = new
 
 
-def settle_buffers(model: nn.Module, pretrained: Pretrained | None, device: torch.device) -> None:
+def _settle_buffers(model: nn.Module, pretrained: Pretrained | None, device: torch.device) -> None:
     """Moves all buffers to `device`, or none on any rank; a buffer with several names stays shared. Collective.
 
     Buffers on meta are read from `pretrained` first, or drawn if the model was built under `sharded_init`.
@@ -250,41 +210,3 @@ def _moved(name: str, buffer: torch.Tensor, device: torch.device) -> torch.Tenso
             f"buffer {name!r}, of {type(buffer).__name__}, cannot be moved to {device} "
             f"({type(error).__name__}: {error}): register a plain tensor"
         ) from error
-
-
-def open_files(
-    plan: Plan, layout: Layout, moments: int, device: torch.device
-) -> tuple[DiskStore | None, ValuesFile | None]:
-    """Creates the files for masters and moments, and for values on disk; None without such chunks.
-
-    Raises TierError on all ranks if one fails.
-    """
-    there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
-    shards = [
-        (chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=plan.values_on_disk))
-        for chunk in there
-        if chunk.key.trainable
-    ]
-    sizes = [values_bytes(chunk) for chunk in there if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
-    if not there:
-        return None, None
-    assert plan.disk is not None, "checked with the other arguments"
-    directory, checked, rank = plan.disk, plan.verify, dist.get_rank()
-    spill: DiskStore | None = None
-    values: ValuesFile | None = None
-
-    def make() -> None:
-        nonlocal spill, values
-        if shards:
-            spill = DiskStore(directory, shards, rank=rank, checked=checked)
-        if sizes:
-            values = ValuesFile(directory, sizes, device, rank=rank, checked=checked)
-
-    try:
-        raise_on_all_ranks("made the files for chunks on disk", make, error=TierError)
-    except BaseException:
-        for file in (spill, values):
-            if file is not None:
-                file.close()
-        raise
-    return spill, values

@@ -1,4 +1,4 @@
-"""The second step of `wrap`: what the model is, and the plan with all its numbers.
+"""The second stage of `wrap`: what the model is, and the plan with all its numbers.
 
 Owns the order of these decisions and the record of them, the same on all ranks that hold the model. Reads shapes and
 the step, moves no weight. The search is imported where it is needed: a plan that is given without a step needs none.
@@ -6,15 +6,12 @@ the step, moves no weight. The search is imported where it is needed: a plan tha
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.events import StepEvent
@@ -27,8 +24,10 @@ from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_async
 from elixir_moe.optim.accepted import is_adam, moments_of
 from elixir_moe.runtime.model_spec import ModelSpec, describe
-from elixir_moe.runtime.units import find_parts, registered_forward
+from elixir_moe.runtime.units import Parts, find_parts, registered_forward
 from elixir_moe.wrapping.agreement import agree_on, host_bytes_of_a_rank
+from elixir_moe.wrapping.checks import warn_of_one_memory
+from elixir_moe.wrapping.prepare import Request
 
 if TYPE_CHECKING:
     from elixir_moe.planner.prediction import Prediction
@@ -37,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
+class Resolved:
     """What is packed, and how."""
 
     plan: Plan
@@ -58,75 +57,38 @@ class Decided:
     """The predicted cost of a step; None for a plan without a search."""
 
 
-def tile_for(
-    plan: Plan | AutoPlan,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype | None,
-    device: torch.device,
-) -> None:
-    """Tiles what no plan that is searched could hold. Collective.
+def resolve_plan(request: Request) -> Resolved:
+    """Describes the model, searches for a plan if one is to be searched, and settles its numbers. Collective.
 
-    It comes before weights are looked up in a folder and become its bytes: both are done by tile.
+    Raises:
+        ElixirError: as `wrap` says; on all ranks.
     """
-    if isinstance(plan, AutoPlan):
-        from elixir_moe.planner.auto import device_room
-        from elixir_moe.wrapping.tiling import tile_to_fit
-
-        tile_to_fit(model, optimizer, device_room(model, plan, device), compute_dtype)
-
-
-def decide(
-    made: ExitStack,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan | AutoPlan,
-    sample: Any,
-    step: Callable[[nn.Module, Any], Any] | None,
-    compute_dtype: torch.dtype | None,
-    device: torch.device,
-) -> Decided:
-    """Describes the model and settles its plan; `made` undoes what is made. Collective; raises as `wrap`."""
-    moments, over_gloo = moments_of(optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
-    beside, prediction, communicators = adds_async(device), None, {}
+    model, plan, device = request.model, request.plan, request.device
+    moments, over_gloo = moments_of(request.optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
+    beside, parts = adds_async(device), find_parts(model)
+    prediction: Prediction | None = None
+    communicators: Mapping[tuple[int, ...], Communicator] = {}
     events: Sequence[StepEvent]
-    if isinstance(plan, Plan):
-        parts = find_parts(model)
-        if step is None:
-            events = registered_forward(parts)
-        else:
-            from elixir_moe.planner.auto import events_of
-
-            events = events_of(model, parts, step, sample, compute_dtype)
-    else:
-        from elixir_moe.planner.auto import Request, forecast, groups_of
-        from elixir_moe.planner.prediction import Prediction
-
-        request = Request(
-            wanted=plan,
-            device=device,
-            compute_dtype=compute_dtype,
-            adam=is_adam(optimizer),
-            moments=moments,
-            over_gloo=over_gloo,
-        )
-        parts = find_parts(model)
-        communicators = build_communicators(groups_of(model), device)
-        made.callback(close_all, communicators.values())
-        prediction = Prediction(*forecast(model, request))
+    if isinstance(plan, AutoPlan):
+        communicators = _communicators(request)
+        prediction = _search(request, plan, moments=moments, over_gloo=over_gloo)
         plan, events = prediction.forecast.plan, prediction.forecast.events
         _LOG.debug("the search chose a plan: %s", plan.explanation)
-    described = made_on_all_ranks("described the model", partial(describe, model, parts, events, compute_dtype, plan))
-    agree_on(plan, described)
-    free_host_bytes = host_bytes_of_a_rank(described.ranks)
-    settle = partial(_settle, plan, described, moments=moments, free_host_bytes=free_host_bytes, beside=beside)
+    else:
+        events = _events(request, parts)
+    describe_it = partial(describe, model, parts, events, request.compute_dtype, plan)
+    spec = made_on_all_ranks("described the model", describe_it)
+    agree_on(plan, spec)
+    free_host_bytes = host_bytes_of_a_rank(spec.ranks)
+    settle = partial(_settle, plan, spec, moments=moments, free_host_bytes=free_host_bytes, beside=beside)
     plan, layout, schedule = made_on_all_ranks("settled the plan", settle)
     homes = Counter(plan.home(layout, chunk).value for chunk in layout.chunks)
     _LOG.debug("the plan: %s", plan.to_json())
     _LOG.debug("home tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in homes.items()))
-    return Decided(
+    warn_of_one_memory(plan, layout, device)
+    return Resolved(
         plan=plan,
-        spec=described,
+        spec=spec,
         layout=layout,
         schedule=schedule,
         moments=moments,
@@ -135,6 +97,41 @@ def decide(
         communicators=communicators,
         prediction=prediction,
     )
+
+
+def _events(request: Request, parts: Parts) -> Sequence[StepEvent]:
+    """The events of the step that was given; without one, of a forward in the order of registration. Collective."""
+    if request.step is None:
+        return registered_forward(parts)
+    from elixir_moe.planner.auto import events_of
+
+    return events_of(request.model, parts, request.step, request.sample, request.compute_dtype)
+
+
+def _communicators(request: Request) -> Mapping[tuple[int, ...], Communicator]:
+    """The communicators of the model's patterns. Collective."""
+    from elixir_moe.planner.auto import groups_of
+
+    communicators = build_communicators(groups_of(request.model), request.device)
+    request.undo.callback(close_all, communicators.values())
+    return communicators
+
+
+def _search(request: Request, wanted: AutoPlan, *, moments: int, over_gloo: bool) -> "Prediction":
+    """The fastest plan that fits, and what its step is to cost. Collective."""
+    from elixir_moe.planner.auto import Request as SearchRequest
+    from elixir_moe.planner.auto import forecast
+    from elixir_moe.planner.prediction import Prediction
+
+    facts = SearchRequest(
+        wanted=wanted,
+        device=request.device,
+        compute_dtype=request.compute_dtype,
+        adam=is_adam(request.optimizer),
+        moments=moments,
+        over_gloo=over_gloo,
+    )
+    return Prediction(*forecast(request.model, facts))
 
 
 def _settle(plan: Plan, described: ModelSpec, **given: Any) -> tuple[Plan, Layout, Schedule]:

@@ -156,7 +156,9 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
         patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stack[-1])
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-        patch.setattr(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
+        patch.setattr(
+            import_module("elixir_moe.wrapping.allocate"), "Streams", lambda device: Streams(torch.device("cuda", 0))
+        )
         patch.setattr(import_module("elixir_moe.optim.shard_update"), "adam_step", step_by_numbers)
         patch.setattr(blocks, "storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
         patch.setattr(SumOnDisk, "_take", issued_late(SumOnDisk._take))  # without a GPU no other thread takes it

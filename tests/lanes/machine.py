@@ -554,7 +554,7 @@ class Machine:
         set_to(torch.cuda, "Event", Event)
         set_to(torch.cuda, "stream", self.on_stream)
         set_to(torch.cuda, "current_stream", lambda device=None: self.stream)
-        set_to(import_module("elixir_moe.wrap"), "Streams", lambda device: Streams(torch.device("cuda", 0)))
+        set_to("elixir_moe.wrapping.allocate.Streams", lambda device: Streams(torch.device("cuda", 0)))
         set_to(import_module("elixir_moe.wrapping.resolve_plan"), "adds_async", lambda device: True)
         set_to(torch.Tensor, "record_stream", lambda tensor, stream: self.span_of(tensor).lent.append(stream.lane))
         for name in _COLLECTIVES:

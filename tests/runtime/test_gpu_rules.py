@@ -41,7 +41,8 @@ from elixir_moe.memory.slabs import Slab, host_zeros
 from elixir_moe.parallel import mesh
 from elixir_moe.parallel.mesh import start
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.wrapping.materialize import Passage, _Sources
+from elixir_moe.wrapping.materialize import _Sources
+from elixir_moe.wrapping.weight_transfer import WeightTransfer
 from elixir_tools.models.gpt import _joined
 from elixir_tools.train.training import Training
 from tests.support.ranks import RankPool
@@ -367,7 +368,7 @@ class Copied(TorchDispatchMode):
 
 def test_weights_are_converted_where_they_go() -> None:
     """torch would convert bf16 weights to fp32 on the CPU, and send twice the bytes."""
-    passage = Passage(Layout(chunk_numel=0, chunks=(), block_itemsize=1), torch.device("meta"))
+    passage = WeightTransfer(Layout(chunk_numel=0, chunks=(), block_itemsize=1), torch.device("meta"))
     sources = _Sources(None, Deferred("filled the shards"), passage)
     members: Any = {range(0, 6): nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))}
     with Copied() as copied:

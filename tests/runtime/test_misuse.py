@@ -6,7 +6,6 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +26,6 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.runtime.param_access import ParamAccess, ShardedParameter, Switch
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 
-wrapping = import_module("elixir_moe.wrap")  # the name in the package is the function
 PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
 Pair = tuple[nn.Module, em.ShardedOptimizer]
 
@@ -331,7 +329,7 @@ def test_a_host_too_small_for_the_plan_is_refused_before_anything_is_allocated()
     model = Net()
     with (
         mock.patch("elixir_moe.wrapping.agreement.host_bytes_left", return_value=1000),
-        mock.patch.object(wrapping, "build_shards", side_effect=AssertionError("allocated")),
+        mock.patch("elixir_moe.wrapping.allocate.build_shards", side_effect=AssertionError("allocated")),
         pytest.raises(em.TierError, match=r"needs [\d.]+ KiB for 1 ranks on .*, 1000 B are left \([\d.]+ KiB short\)"),
     ):
         em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks="all"))

@@ -209,7 +209,7 @@ def gpu(free: int, plan: em.Plan, one_memory: bool = False) -> str:
             mock.patch("elixir_moe.wrapping.agreement.device_left", return_value=("GPU-1", free)),
             mock.patch("elixir_moe.wrapping.agreement.is_one_memory", return_value=one_memory),
         ):
-            check_device_memory(torch.device("cuda", 0), size, Net())
+            check_device_memory(torch.device("cuda", 0), size, Net().parameters())
     except em.TierError as error:
         return str(error)
     return ""
