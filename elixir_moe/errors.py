@@ -52,11 +52,11 @@ class OutOfStepError(ElixirError):
 def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error for a `name` that no `what` ("model") has, with the nearest known name and all known names."""
     known = list(known)
-    hint = meant(name, known)
+    hint = did_you_mean(name, known)
     return ConfigError(f"no {what} is called {name!r}{f'; {hint}' if hint else '.'} There are: {', '.join(known)}")
 
 
-def meant(name: str, known: Iterable[str], least: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
     """``did you mean 'x'?``, or "" if no known name is near; `least`: the likeness from which on a name is."""
     near = get_close_matches(name, list(known), n=1, cutoff=least)
     return f"did you mean {near[0]!r}?" if near else ""

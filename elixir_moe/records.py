@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from elixir_moe.errors import ConfigError, ElixirError, meant
+from elixir_moe.errors import ConfigError, ElixirError, did_you_mean
 
 T = TypeVar("T")
 _MOST = 8
@@ -107,7 +107,7 @@ def unknown(noun: str, key: str, known: Sequence[str]) -> str:
     last = key.rpartition(".")[2].replace("-", "_")
     alike = [k for k in known if k.rpartition(".")[2] == last or k.startswith(f"{key}.")]
     sections = {k.rpartition(".")[0] for k in known} - {"", key}
-    hint = f"did you mean {alike[0]!r}?" if alike else meant(key[:_LONGEST], [*known, *sections], _NEAR)
+    hint = f"did you mean {alike[0]!r}?" if alike else did_you_mean(key[:_LONGEST], [*known, *sections], _NEAR)
     return f"unknown {noun} {key[:_LONGEST]!r}" + (f"; {hint}" if hint else "")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def begin_to_host(numbers: Tensor) -> Callable[[], list[Any]]:
+def copy_to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
     """Begins to copy `numbers` to the host; the returned function waits for the copy and returns them as lists.
 
     On a GPU the wait is for the copy alone: work issued after the call runs on.

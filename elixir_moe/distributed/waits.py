@@ -181,7 +181,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankWait:
     """A rank that waits in a collective of a series, as it tells the others."""
 
     what: str
@@ -191,12 +191,12 @@ class Standing:
     issued: Mapping[str, int]
     """By series: the number of collectives that this rank has issued."""
 
-    def waits_for(self, other: "Standing") -> bool:
+    def waits_for(self, other: "RankWait") -> bool:
         """Whether the other one has not issued the collective; one that does not know the series may have."""
         return other.issued.get(self.series, self.number) < self.number
 
 
-def deadlock_of(mine: int, standing: Mapping[int, Standing]) -> str:
+def deadlock_of(mine: int, standing: Mapping[int, RankWait]) -> str:
     """Why rank `mine` can never go on, in words; empty if it may.
 
     Such a rank waits in a collective that another such rank has not issued. That one would have to leave its own wait
@@ -222,7 +222,7 @@ def deadlock_of(mine: int, standing: Mapping[int, Standing]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class Position:
     """The position of a thread."""
 
     waiting: bool
@@ -234,7 +234,7 @@ class Whereabouts:
         return f"{'in' if self.waiting else 'at'} {self.what}"
 
 
-def place_here() -> Whereabouts:
+def training_position() -> Position:
     """The position of the training: that of the main thread, or of a thread of autograd that works for it.
 
     On a GPU, autograd runs backward on threads of its own while the main thread stands still. They are seen while they
@@ -243,8 +243,8 @@ def place_here() -> Whereabouts:
     main = threading.main_thread().ident
     frames = _frames()
     others = [thread for thread, frame in frames.items() if thread != main and _is_autograd(frame)]
-    places = [_place(frames.get(thread), WAITS.open.get(thread)) for thread in others]
-    return next((place for place in places if place.waiting), next(iter(places), place_of(main)))
+    places = [_position_of(frames.get(thread), WAITS.open.get(thread)) for thread in others]
+    return next((place for place in places if place.waiting), next(iter(places), thread_position(main)))
 
 
 def _frames() -> dict[int, FrameType]:
@@ -266,12 +266,12 @@ def _is_autograd(frame: FrameType) -> bool:
     return not names[-1].endswith("threading.py") and any(_LIBRARY in name for name in names)
 
 
-def place_of(thread: int | None) -> Whereabouts:
+def thread_position(thread: int | None) -> Position:
     """The collective in which a thread waits, or its innermost line outside of installed packages, from its stack."""
-    return _place(sys._current_frames().get(thread or 0), WAITS.open.get(thread or 0))
+    return _position_of(sys._current_frames().get(thread or 0), WAITS.open.get(thread or 0))
 
 
-def _place(frame: FrameType | None, wait: Wait | None) -> Whereabouts:
+def _position_of(frame: FrameType | None, wait: Wait | None) -> Position:
     line = "no line of Python"
     function = ""
     while frame is not None:
@@ -279,13 +279,13 @@ def _place(frame: FrameType | None, wait: Wait | None) -> Whereabouts:
         if code.co_filename.endswith(_COLLECTIVES):
             function = code.co_name
         elif function and not code.co_filename.endswith(_AROUND):
-            return Whereabouts(True, f"{function}, called in {_where(frame)}")
+            return Position(True, f"{function}, called in {_where(frame)}")
         elif wait is not None and not function:
-            return Whereabouts(True, wait.what)
+            return Position(True, wait.what)
         elif "site-packages" not in code.co_filename and "<" not in code.co_filename:
-            return Whereabouts(False, _where(frame))
+            return Position(False, _where(frame))
         frame = frame.f_back
-    return Whereabouts(bool(function), function or line)
+    return Position(bool(function), function or line)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -315,7 +315,7 @@ class Waits:
         self.timer: BusyTime | None = None
         """What times the waits at present."""
 
-    def standing(self, wait: Wait, world: int) -> Standing | None:
+    def rank_wait(self, wait: Wait, world: int) -> RankWait | None:
         """What this rank tells the others of a wait in a collective of a series; None for any other wait.
 
         None also where several threads train, each a model of its own: a wait of one does not keep the others.
@@ -324,16 +324,16 @@ class Waits:
             return None
         issued = {series.name: series.issued for known in self.series if (series := known()) is not None}
         ranks = list(wait.ranks or range(world))
-        return Standing(wait.what, ranks, wait.turn.series.name, wait.turn.number, issued)
+        return RankWait(wait.what, ranks, wait.turn.series.name, wait.turn.number, issued)
 
 
 WAITS = Waits()
 
 
-def position() -> str:
+def describe_waits() -> str:
     """The open waits of all threads, or else the position of the training; then the numbers of collectives issued."""
     waits, frames = list(WAITS.open.items()), _frames()
-    places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits] or [str(place_here())]
+    places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits] or [str(training_position())]
     counts = [str(issued) for known in WAITS.issued if (issued := known()) is not None]
     return ", ".join(places) + (f", with {', '.join(counts)}" if counts else "")
 

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import RULE, WAITS, Standing, Wait, deadlock_of, named, position
+from elixir_moe.distributed.waits import RULE, WAITS, RankWait, Wait, deadlock_of, describe_waits, named
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.torch_private import default_store
 
@@ -137,7 +137,7 @@ class _Line:
         """The last word of each rank; empty if there is none."""
         return self.ask(lambda store: [_value(store, f"{self._name} {rank}") for rank in ranks])
 
-    def stand(self, standing: Standing) -> dict[int, Standing]:
+    def stand(self, standing: RankWait) -> dict[int, RankWait]:
         """Tells the others where this rank stands; returns where each rank stands, if it does."""
         ranks = sorted({*standing.ranks[:_MOST], *range(min(self.ranks, _MOST))})
 
@@ -146,7 +146,7 @@ class _Line:
             return {rank: _value(store, f"{self._name} standing {rank}") for rank in ranks}
 
         said = self.ask(exchange)
-        return {rank: Standing(**json.loads(text)) for rank, text in said.items() if text} | {self.rank: standing}
+        return {rank: RankWait(**json.loads(text)) for rank, text in said.items() if text} | {self.rank: standing}
 
     def move_on(self) -> None:
         """Tells the others that this rank stands no more."""
@@ -249,7 +249,7 @@ class _Thread:
     def find_deadlock(self, wait: Wait) -> str:
         """Why a wait can never end, in words; empty if it may. Takes 2 s at most."""
         line = self.line
-        standing = None if line is None else WAITS.standing(wait, line.ranks)
+        standing = None if line is None else WAITS.rank_wait(wait, line.ranks)
         if line is None or standing is None:
             return ""
         try:
@@ -263,7 +263,7 @@ class _Thread:
         begun, self._begun = self._begun, WAITS.begun
         # Only for a rank that stands still: reading a stack keeps its tensors in use meanwhile, and a block in use is
         # replaced by new memory.
-        place = position() if begun == self._begun else _AT_WORK
+        place = describe_waits() if begun == self._begun else _AT_WORK
         if self.run is not None:
             self.run.look(place)
         else:
@@ -409,7 +409,7 @@ class Watchdog:
         except RuntimeError as error:
             self._give_up(place, _silent(error))
         if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
-            text = f"{self._phase} has taken {self._timeout:.0f} s, {position()}"
+            text = f"{self._phase} has taken {self._timeout:.0f} s, {describe_waits()}"
             found = self.explain()
             self.failed(text)
             self._leave(f"{text}. {found}")

@@ -15,18 +15,26 @@ from elixir_moe.state.checkpoint.storage import (
 )
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.checkpoint.whole import Whole, export_huggingface, export_torch, reshard
-from elixir_moe.state.marked import TEXT, MarkedFolder, collect, is_marked, lock, partial_of, partials
+from elixir_moe.state.marked import (
+    MARK_BYTES,
+    StagingFolder,
+    is_marked,
+    lock,
+    partial_folders,
+    partial_of,
+    remove_abandoned,
+)
 
 __all__ = [
     "CHECKPOINTS",
     "MANIFEST",
     "Manifest",
-    "MarkedFolder",
-    "TEXT",
+    "StagingFolder",
+    "MARK_BYTES",
     "Whole",
     "check_target",
     "checkpoints",
-    "collect",
+    "remove_abandoned",
     "decode",
     "export_huggingface",
     "export_torch",
@@ -35,7 +43,7 @@ __all__ = [
     "is_marked",
     "lock",
     "partial_of",
-    "partials",
+    "partial_folders",
     "random_states",
     "read_manifest",
     "read_random_states",

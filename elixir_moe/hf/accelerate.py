@@ -31,7 +31,7 @@ from elixir_moe.state.full import full_state_dict
 from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.wrap import wrap
 
-CHECKPOINT = "elixir_moe"
+CHECKPOINT_FOLDER = "elixir_moe"
 """The folder, in one of Accelerate's or the Trainer's, with the checkpoint of model and optimizer."""
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _DTYPES = {"no": None, "bf16": torch.bfloat16}
@@ -62,7 +62,7 @@ def save_over(
 
 def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) -> tuple[str, bool]:
     """(path of the checkpoint in a folder, whether it is there), as rank 0 leaves it after `before`. Collective."""
-    target = os.path.join(folder, CHECKPOINT)
+    target = os.path.join(folder, CHECKPOINT_FOLDER)
     new, old = f"{target}.new", f"{target}.old"
 
     def settle() -> bool:

@@ -156,7 +156,7 @@ def become_fused(module: nn.Module, kind: type[FusedExperts] = FusedExperts) -> 
         module.__class__ = joined(f"{kind.__name__}Of{plain.__name__}", kind, plain)  # type: ignore[assignment]
 
 
-class AdaptersBeside(Joined):
+class UnmergedAdapters(Joined):
     """peft's wrapper of one stack of weights, whose factors are multiplied beside the stack and not added to it.
 
     peft builds ``W + B A``, a tensor as large as the stack, in each forward. Its parameters, their names and saved
@@ -233,11 +233,11 @@ def group_experts(model: M) -> M:
         )
     for module in experts:
         become_fused(module)
-    adapt_beside(model)
+    run_adapters_unmerged(model)
     return model
 
 
-def adapt_beside(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
+def run_adapters_unmerged(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Multiplies peft's adapters of fused experts beside their weights, in place.
 
     Returns:
@@ -245,7 +245,7 @@ def adapt_beside(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     for wrapper in list(adapted_stacks(model)):
-        for module, become in ((wrapper.get_base_layer(), become_fused), (wrapper, _become_beside)):  # type: ignore[operator]
+        for module, become in ((wrapper.get_base_layer(), become_fused), (wrapper, _become_unmerged)):  # type: ignore[operator]
             before = type(module)
             become(module)
             if type(module) is not before:
@@ -254,9 +254,9 @@ def adapt_beside(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
 
 
 def restore_classes(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
-    """Undoes `adapt_beside`, whose result it gets; adapters of what has become tiles or bytes stay beside it."""
+    """Undoes `run_adapters_unmerged`, given its result; adapters of tiled or quantized weights stay unmerged."""
     for module, before in changed:
-        beside: Any = module if isinstance(module, AdaptersBeside) else None
+        beside: Any = module if isinstance(module, UnmergedAdapters) else None
         if beside is None or not isinstance(beside.get_base_layer(), FusedExperts):
             module.__class__ = before  # type: ignore[assignment]
 
@@ -276,7 +276,7 @@ def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
-def _become_beside(wrapper: nn.Module) -> None:
+def _become_unmerged(wrapper: nn.Module) -> None:
     """The class keeps its name, by which peft knows its wrappers."""
-    if not isinstance(wrapper, AdaptersBeside):
-        wrapper.__class__ = joined(type(wrapper).__name__, AdaptersBeside, type(wrapper))  # type: ignore[assignment]
+    if not isinstance(wrapper, UnmergedAdapters):
+        wrapper.__class__ = joined(type(wrapper).__name__, UnmergedAdapters, type(wrapper))  # type: ignore[assignment]

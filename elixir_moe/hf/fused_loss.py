@@ -23,8 +23,8 @@ from elixir_moe.parallel.meta_tensors import has_data
 _INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss of your own"
 
 
-class WithoutLogits:
-    """``with WithoutLogits(model)(): loss = model(**batch).loss``; the output's logits are those of one token."""
+class FusedLoss:
+    """``with FusedLoss(model)(): loss = model(**batch).loss``; the output's logits are those of one token."""
 
     def __init__(self, model: nn.Module) -> None:
         """Checks the model, which may have adapters of peft; changes nothing.

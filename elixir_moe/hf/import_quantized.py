@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
     """Why one of them cannot be taken over, and what to do; None if it can."""
     read: Callable[[Any, str], tuple[Packed, Tensor, Tensor]]
     """One of them: what it is, its codes and its scales."""
-    beside: Callable[[str], list[str]]
+    replaced: Callable[[str], list[str]]
     """Attributes of the layer that hold the scales of a weight, and whatever else its bytes replace."""
 
 
@@ -66,7 +66,7 @@ def check_layers(model: nn.Module) -> None:
         raise ConfigError("layers of another library cannot be taken over:\n  " + "\n  ".join(problems))
 
 
-def take_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def import_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Makes the layers that other libraries have quantized layers of this library, with the same bytes, in place.
 
     What `check_layers` lets pass can be taken over. Frozen weights leave the `optimizer`, which had no use for them.
@@ -77,7 +77,7 @@ def take_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             packed, codes, scales = layer.read(module, own)
             old = getattr(module, own)
             pattern = pattern_of(old)
-            for attribute in layer.beside(own):
+            for attribute in layer.replaced(own):
                 if isinstance(part := getattr(module, attribute), nn.Parameter):
                     replaced.add(id(part))
                 delattr(module, attribute)
@@ -213,11 +213,11 @@ def _read_fp8(module: Any, own: str) -> tuple[Packed, Tensor, Tensor]:
     return packed, codes, getattr(module, f"{own}_scale_inv").data.float()
 
 
-def _fp8_beside(own: str) -> list[str]:
+def _fp8_replaced(own: str) -> list[str]:
     return [f"{own}_scale_inv"]
 
 
-_FP8 = _Layer(_fp8_weights, _problem_fp8, _read_fp8, _fp8_beside)
+_FP8 = _Layer(_fp8_weights, _problem_fp8, _read_fp8, _fp8_replaced)
 _LAYERS: Mapping[str, _Layer] = {
     "bitsandbytes.Linear4bit": _Layer(_weight, _problem_4bit, _read_4bit, lambda _: ["quant_state"]),
     "bitsandbytes.Linear8bitLt": _Layer(_weight, _problem_8bit, _read_8bit, lambda _: ["state"]),

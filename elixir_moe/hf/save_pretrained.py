@@ -29,7 +29,7 @@ from elixir_moe.parallel.rules import logical_shape
 from elixir_moe.parallel.state_dict import computed, modules_with_extra_state, persistent_buffers
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.state.full import full_parameters
-from elixir_moe.state.marked import MARK, SUFFIX, MarkedFolder, naming
+from elixir_moe.state.marked import MARK, PARTIAL_SUFFIX, StagingFolder, name_in_errors
 from elixir_moe.state.safetensors_format import INDEX, SINGLE, files_of, head_of, index_of, name_of
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import DisableTorchFunctionSubclass
@@ -270,8 +270,8 @@ class FolderWriter:
         """`like`: the tensors to come by their keys in the model's state dict, on meta. `source`: the folder that the
         weights were read from, whose settings of generation are kept."""
         self._model, self._like, self._source = model, like, source
-        self._folder, self._partial = folder, folder / SUFFIX
-        self._work: MarkedFolder | None = None
+        self._folder, self._partial = folder, folder / PARTIAL_SUFFIX
+        self._work: StagingFolder | None = None
         self._files: dict[str, Any] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self._group_of: dict[str, tuple[str, ...]] = {}
@@ -286,7 +286,7 @@ class FolderWriter:
             self._group_of |= dict.fromkeys(names, names)
             out |= _to_files(model, {name: tensors[name] for name in names})
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._work = MarkedFolder(self._partial, without_locks=True)
+        self._work = StagingFolder(self._partial, without_locks=True)
         sizes = {key: tensor.nbytes for key, tensor in out.items()}
         files = files_of(sizes, max_file_bytes)
         if len(files) > 1:
@@ -295,7 +295,7 @@ class FolderWriter:
             head = head_of({key: (name_of(out[key].dtype, key), out[key].shape) for key in keys}, {"format": "pt"})
             file = self._files[file_name] = open(self._partial / file_name, "wb")  # noqa: SIM115 (closed by `clean`)
             file.write(head.data)
-            with naming(self._partial / file_name):
+            with name_in_errors(self._partial / file_name):
                 file.flush()
                 os.posix_fallocate(file.fileno(), 0, head.nbytes)  # so that a full disk is noticed now
             self._places |= {key: (file_name, place) for key, place in head.places.items()}
@@ -309,14 +309,14 @@ class FolderWriter:
         if all(other in self._waiting for other in names):
             for key, value in _to_files(self._model, {other: self._waiting.pop(other) for other in names}).items():
                 file_name, offset = self._places[key]
-                with naming(self._partial / file_name):
+                with name_in_errors(self._partial / file_name):
                     self._files[file_name].seek(offset)
                     self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Moves the files to their final place, once the disk has them: until then those of before stay."""
         for name, file in self._files.items():
-            with naming(self._partial / name):
+            with name_in_errors(self._partial / name):
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()

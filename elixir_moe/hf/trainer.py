@@ -28,8 +28,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, get_
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
-from elixir_moe.hf.accelerate import CHECKPOINT, ElixirAccelerator, checkpoint_in, save_over
-from elixir_moe.hf.fused_loss import WithoutLogits
+from elixir_moe.hf.accelerate import CHECKPOINT_FOLDER, ElixirAccelerator, checkpoint_in, save_over
+from elixir_moe.hf.fused_loss import FusedLoss
 from elixir_moe.hf.routers import Routers, busiest, has_routers
 from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.hf.steps import GoBack, StepCallback, StepFacts, Steps
@@ -64,7 +64,7 @@ class _CheckpointBetweenSteps(JITCheckpointCallback):
         """Nothing: `on_step_end` follows."""
 
 
-APART = "apart"
+SET_ASIDE_FOLDER = "apart"
 """The folder, in the trainer's, of checkpoints from which no run resumes by itself."""
 _ONE_BACKWARD = ("transformers", "trl")
 """Packages whose `training_step` calls backward once and reads no gradient."""
@@ -127,7 +127,7 @@ class ElixirMixin(_Trainer):
         self._steps = Steps(Routers(self.model) if counted else None, self.args.device)
         self._going_back, self._apart = False, ""
         self._fuses, self._wants_logits = loss == "fused", False
-        self._without_logits: WithoutLogits | None = None
+        self._fused_loss: FusedLoss | None = None
         if self._fuses:
             self._refuse_other_losses()
             if self.model is not None:
@@ -157,11 +157,11 @@ class ElixirMixin(_Trainer):
         if self.compute_loss_func is not None:
             raise ConfigError("loss='fused' with compute_loss_func=: that function expects logits; leave one out")
 
-    def _fused(self, model: torch.nn.Module) -> WithoutLogits:
-        found, self._without_logits = self._without_logits, None
+    def _fused(self, model: torch.nn.Module) -> FusedLoss:
+        found, self._fused_loss = self._fused_loss, None
         if found is None or found.model is not model:  # model_init= makes several
-            found = WithoutLogits(model)
-        self._without_logits = found
+            found = FusedLoss(model)
+        self._fused_loss = found
         return found
 
     @property
@@ -245,7 +245,7 @@ class ElixirMixin(_Trainer):
 
     def save_apart(self) -> str:
         """Saves a checkpoint where no run resumes by itself, in ``OUT/apart``; returns its folder. Collective."""
-        self._apart = os.path.join(self.args.output_dir, APART)
+        self._apart = os.path.join(self.args.output_dir, SET_ASIDE_FOLDER)
         try:
             self._save_checkpoint(self.model, None)
             return os.path.join(self._apart, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -265,11 +265,11 @@ class ElixirMixin(_Trainer):
             self._steps.see(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        without_logits, smoother = self._fused(model), self.label_smoother
+        fused_loss, smoother = self._fused(model), self.label_smoother
         if smoother is not None:
-            self.label_smoother: Any = without_logits.smoothed(smoother.epsilon)
+            self.label_smoother: Any = fused_loss.smoothed(smoother.epsilon)
         try:
-            with without_logits():
+            with fused_loss():
                 return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.label_smoother = smoother
@@ -422,10 +422,10 @@ def _whole(folder: str) -> str:
     """
 
     def look() -> tuple[str, str]:
-        lacks = lacking(folder) if not dist.is_initialized() or dist.get_rank() == 0 else ""
+        lacks = why_incomplete(folder) if not dist.is_initialized() or dist.get_rank() == 0 else ""
         if not lacks:
             return folder, ""
-        before = [path for path in _checkpoints_before(folder) if not lacking(path)]
+        before = [path for path in _checkpoints_before(folder) if not why_incomplete(path)]
         if not before:
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {folder}: {lacks}, and no whole checkpoint comes before it. A run "
@@ -452,14 +452,14 @@ def _checkpoints_before(folder: str) -> list[str]:
     return [os.path.join(here, f"{PREFIX_CHECKPOINT_DIR}-{step}") for step in steps if step < int(last[1])]
 
 
-def lacking(folder: str) -> str:
+def why_incomplete(folder: str) -> str:
     """Says what keeps a training from resuming from the Trainer's checkpoint `folder`; empty if it is whole.
 
-    The folder `CHECKPOINT` appears whole. Trainer writes its own files behind it, one after the other.
+    The folder `CHECKPOINT_FOLDER` appears whole. Trainer writes its own files behind it, one after the other.
     """
-    there = os.path.join(folder, CHECKPOINT)
+    there = os.path.join(folder, CHECKPOINT_FOLDER)
     if not os.path.isdir(there) and not os.path.isdir(f"{there}.new"):
-        return f"expected a folder {CHECKPOINT!r}, found none"
+        return f"expected a folder {CHECKPOINT_FOLDER!r}, found none"
     states = [SCHEDULER_NAME, *sorted(glob.glob("rng_state*.pth", root_dir=folder))]
     for name in states:
         if not zipfile.is_zipfile(os.path.join(folder, name)):  # its table of contents is at its end

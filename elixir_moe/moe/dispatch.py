@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from elixir_moe.distributed.async_copy import begin_to_host
+from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.distributed.collectives import next_exchange
 from elixir_moe.distributed.waits import Turn, Wait
 from elixir_moe.moe.experts import Groups
@@ -70,7 +70,7 @@ def dispatch_tokens(
     row = batch_rank % ep
     sources = kept[batch_rank - row : batch_rank - row + ep]
     sources = sources.squeeze(2) if queues == 1 else sources.sum(dim=2)  # (ep, E): rows from each rank to each expert
-    sizes = begin_to_host(sources) if has_data(sources) else lambda: [even_counts(total, num_experts)] * ep
+    sizes = copy_to_host_async(sources) if has_data(sources) else lambda: [even_counts(total, num_experts)] * ep
     if dropless:  # a GPU does this while the host waits
         rows = permute(tokens, choices.order, total)
     table = [[int(count) for count in source] for source in sizes()]

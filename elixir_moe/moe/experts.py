@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from elixir_moe.distributed.async_copy import begin_to_host
+from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
 from elixir_moe.parallel.regather import ReadAgain, saves_no_weights
@@ -51,7 +51,7 @@ class Groups:
         if self.counts is None and not has_data(self.bounds):
             self.counts = even_counts(len(self.experts), len(self.bounds) - 1)
         elif self.counts is None:
-            self.counts = [end - start for start, end in pairwise(begin_to_host(self.bounds)())]
+            self.counts = [end - start for start, end in pairwise(copy_to_host_async(self.bounds)())]
         return self.counts
 
 

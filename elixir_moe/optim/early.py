@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elixir_moe.distributed.async_copy import begin_to_host
+from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.errors import UsageError
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.optim.shard_update import AdamUpdate, TrainedPiece
@@ -73,7 +73,7 @@ class EarlyUpdates:
         )
         if not complete or shard.being_saved:
             return
-        squares = begin_to_host(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
+        squares = copy_to_host_async(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
 
         def prepare() -> Update | None:
             arrived()

@@ -19,7 +19,7 @@ import torch
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import ControlGroups
-from elixir_moe.distributed.async_copy import begin_to_host
+from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
@@ -245,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             self._update.finish()
             if isinstance(norm, torch.Tensor):
-                self._kept.last_step = LastStep(begin_to_host(norm), changed)
+                self._kept.last_step = LastStep(copy_to_host_async(norm), changed)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         self._routers.end_step()

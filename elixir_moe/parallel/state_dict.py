@@ -23,7 +23,7 @@ _Rename = tuple[str, str, str]
 """(name in its module, end of the key now, end of the key that is wanted) of a parameter."""
 
 
-def plain_state(
+def plain_state_dict(
     model: nn.Module, names: Mapping[nn.Parameter, list[str]], values: Mapping[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
     """``model.state_dict()`` with whole parameters in the place of tiles, and keys from `names`.
@@ -45,7 +45,7 @@ def keys_of(model: nn.Module) -> dict[str, str | None]:
     own = {name: tensor for tensor, those in names.items() for name in those}
     places = {place: those[0] for tensor, those in names.items() if (place := _place(tensor)) is not None}
     found: dict[str, str | None] = {}
-    for key, value in plain_state(model, parameters).items():
+    for key, value in plain_state_dict(model, parameters).items():
         place = _place(value) if isinstance(value, Tensor) else None
         if key in own and _place(own[key]) in (place, None):
             found[key] = names[own[key]][0]

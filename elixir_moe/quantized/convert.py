@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from elixir_moe.errors import ConfigError, UsageError, meant
-from elixir_moe.hf.fused_experts import adapt_beside, is_spread
+from elixir_moe.errors import ConfigError, UsageError, did_you_mean
+from elixir_moe.hf.fused_experts import is_spread, run_adapters_unmerged
 from elixir_moe.hf.peft import adapters_of_layers
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import attach, pattern_of
@@ -111,7 +111,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
         weight = chosen.pop(0)
         _pack(weight, form, frozenset(adapters.get(weight.module, ())))
     call_linear_layers(model, lambda module: bool(packed_in(module)))
-    adapt_beside(model)
+    run_adapters_unmerged(model)
     return model
 
 
@@ -175,7 +175,7 @@ def _chosen(model: nn.Module, targets: list[str] | None, skip: list[str] | None)
     weights = list(_weights(model))
     for pattern in (*(targets or ()), *skip):
         if not any(weight.matches([pattern]) for weight in weights):
-            hint = meant(pattern.strip("*."), {part for weight in weights for part in weight.name.split(".")})
+            hint = did_you_mean(pattern.strip("*."), {part for weight in weights for part in weight.name.split(".")})
             raise ConfigError(
                 f"quantize: {pattern!r} matches no weight of a linear layer or of fused experts; "
                 f"{f'{hint} ' if hint else ''}names are as {[weight.name for weight in weights[:3]]}"

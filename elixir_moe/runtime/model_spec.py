@@ -44,7 +44,7 @@ class ModelSpec:
     buffers: tuple[str, ...]
     """All names of the buffers that torch saves."""
     keys: dict[str, str | None]
-    """As `plain_state.keys_of`: what the model's own state dict has, in its order."""
+    """As `state_dict.keys_of`: what the model's own state dict has, in its order."""
     parts: Parts
     """The parts, with parameters numbered as in `parameters`."""
     step_order: StepOrder

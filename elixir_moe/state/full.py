@@ -18,7 +18,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import spec_of, whole_of
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.parallel.rules import UNCUT, pattern_of
-from elixir_moe.parallel.state_dict import plain_state
+from elixir_moe.parallel.state_dict import plain_state_dict
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.runtime.model_spec import ModelSpec
 from elixir_moe.runtime.param_access import refuse_reads
@@ -75,7 +75,7 @@ def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, tor
     """The model's own state dict of full parameters, and of copies of its buffers on the CPU."""
     values |= {buffer: buffer.detach().cpu().clone() for buffer in model.buffers()}
     with refuse_reads("a hook of state_dict() has kept a parameter, which it should read from its module"):
-        state = plain_state(model, wrapped.spec.names, values)
+        state = plain_state_dict(model, wrapped.spec.names, values)
     ours = {_memory(value) for value in values.values()} - {None}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and _memory(value) not in ours:

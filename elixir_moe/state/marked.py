@@ -6,7 +6,7 @@ contents.
 A folder under work has a file ``.elixir_moe``. Its maker creates that file, locks it (flock), and only then writes the
 mark into it. So whenever another process looks, a folder with the mark and without a lock has no living maker. A folder
 that carries no mark yet is left alone. A kill between two of these calls leaves an empty folder, or one with an empty
-``.elixir_moe``; the next `MarkedFolder` of that path uses it.
+``.elixir_moe``; the next `StagingFolder` of that path uses it.
 """
 
 import errno
@@ -25,9 +25,9 @@ from elixir_moe.errors import CheckpointError, ConfigError
 
 MARK = ".elixir_moe"
 """Name of the file that marks a folder."""
-TEXT = b"elixir_moe made this folder and may remove it\n"
+MARK_BYTES = b"elixir_moe made this folder and may remove it\n"
 """The mark."""
-SUFFIX = ".partial"
+PARTIAL_SUFFIX = ".partial"
 """End of the names of folders under work."""
 _PATIENCE_SECONDS = 1.0
 """How long a new folder waits for another process that may be removing what a dead one left there."""
@@ -35,10 +35,10 @@ _PATIENCE_SECONDS = 1.0
 
 def partial_of(target: Path) -> Path:
     """The folder in which `target` is made, before one rename makes it appear."""
-    return target.parent / f".{target.name}{SUFFIX}"
+    return target.parent / f".{target.name}{PARTIAL_SUFFIX}"
 
 
-class MarkedFolder:
+class StagingFolder:
     """A new folder with the mark, locked by this process until it is moved or removed.
 
     As a context manager it removes the folder at the end, unless that was moved to its target.
@@ -135,30 +135,33 @@ def is_marked(path: Path) -> bool:
     except OSError:
         return False  # missing, a link, or another user's
     try:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(TEXT), 0) == TEXT
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(MARK_BYTES), 0) == MARK_BYTES
     finally:
         os.close(descriptor)
 
 
-def partials(directory: Path) -> list[Path]:
+def partial_folders(directory: Path) -> list[Path]:
     """The marked folders in `directory` in which something is made, or was when its process died."""
     return sorted(
         path
         for path in directory.iterdir()
-        if path.name.startswith(".") and path.name.endswith(SUFFIX) and not path.is_symlink() and is_marked(path / MARK)
+        if path.name.startswith(".")
+        and path.name.endswith(PARTIAL_SUFFIX)
+        and not path.is_symlink()
+        and is_marked(path / MARK)
     )
 
 
-def collect(directory: Path) -> list[Path]:
+def remove_abandoned(directory: Path) -> list[Path]:
     """Removes what dead processes left half made in `directory`; returns the paths.
 
     Raises:
         ConfigError: the file system has no locks.
     """
-    return [path for path in partials(directory) if _remove_if_dead(path)]
+    return [path for path in partial_folders(directory) if _remove_if_dead(path)]
 
 
-def discard(path: Path) -> None:
+def remove_owned(path: Path) -> None:
     """Removes a folder that its caller knows to be this library's; if interrupted, it is whole or absent.
 
     Raises:
@@ -229,7 +232,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 def sync_directory(path: Path) -> None:
     """Syncs the entries of a directory to disk."""
-    with naming(path):
+    with name_in_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -238,7 +241,7 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_in_errors(path: Path) -> Iterator[None]:
     """Gives errors of the system that name no file, such as those of a full disk, the name `path`."""
     try:
         yield
@@ -296,8 +299,8 @@ def _is_in(descriptor: int, path: Path) -> bool:
 
 
 def _write_mark(descriptor: int, path: Path) -> None:
-    with naming(path / MARK):
-        os.pwrite(descriptor, TEXT, 0)
+    with name_in_errors(path / MARK):
+        os.pwrite(descriptor, MARK_BYTES, 0)
         os.fsync(descriptor)
 
 

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import ConfigError, LayoutError, UsageError
 from elixir_moe.hf.fused_experts import (
     STACKS,
-    adapt_beside,
     adapted_parameter,
     adapted_stacks,
     become_fused,
     is_fused_experts,
     is_spread,
+    run_adapters_unmerged,
 )
 from elixir_moe.moe.layer import LayerRanks
 from elixir_moe.parallel.dtensor import is_dtensor
@@ -63,7 +63,7 @@ def spread_experts(model: M, mesh: DeviceMesh) -> M:
         _cut_adapters(wrapper, pattern, first, ranks.ep)
     for module in experts:
         _cut_experts(module, pattern, first, ranks)
-    adapt_beside(model)
+    run_adapters_unmerged(model)
     return model
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.distributed.watchdog import watch
-from elixir_moe.hf.fused_experts import adapt_beside, restore_classes
-from elixir_moe.hf.import_quantized import take_over
+from elixir_moe.hf.fused_experts import restore_classes, run_adapters_unmerged
+from elixir_moe.hf.import_quantized import import_quantized
 from elixir_moe.hf.pretrained import Pretrained
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import start
@@ -103,14 +103,14 @@ def prepare(request: Request) -> Pretrained | None:
     request.undo.callback(follow, unfollow(model))
 
     def check() -> None:
-        take_over(model, request.optimizer)
+        import_quantized(model, request.optimizer)
         check_modules(model)
         annotate_dtensors(model)
         megatron.check(model)
         check_data(model, request.weights, request.step)
 
     raise_on_all_ranks("checked the model", check)
-    request.undo.callback(restore_classes, adapt_beside(model))
+    request.undo.callback(restore_classes, run_adapters_unmerged(model))
     _tile(request)  # before the folder: its weights are looked up, and become bytes, by tile
     if request.weights is None:
         return None

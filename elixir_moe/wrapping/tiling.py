@@ -23,14 +23,14 @@ from elixir_moe.chunks.plan import size_bytes
 from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.hf.fused_experts import (
     Adapters,
-    AdaptersBeside,
     FusedExperts,
     FusedTile,
-    adapt_beside,
+    UnmergedAdapters,
     adapted_parameter,
     become_fused,
     is_fused_experts,
     is_spread,
+    run_adapters_unmerged,
 )
 from elixir_moe.hf.peft_checks import reads_weight
 from elixir_moe.kernels import CODE_BLOCK
@@ -88,7 +88,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
 def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]:
     """As `tile`; returns the tiles of each parameter that has some."""
-    adapt_beside(model)
+    run_adapters_unmerged(model)
     bounds = _bounds(model, most)
     for module in filter(is_fused_experts, bounds):
         become_fused(module)
@@ -329,13 +329,13 @@ def _refusal(model: nn.Module, name: str, module: nn.Module) -> str | None:
     if (reading := reads_weight(above, or_bias=True)) is not None:
         return f"module {name!r} has {reading}, which read the whole of it: take LoRA, or a larger at_most"
     *path, inner, _ = ("", "", *name.split("."))
-    if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), AdaptersBeside):
+    if inner.startswith("lora_") and isinstance(model.get_submodule(".".join(path).strip(".")), UnmergedAdapters):
         needed = max(p.nbytes for p in parameters)
         return f"module {name!r} is a factor of adapters, which peft reads whole: expected at_most of {needed} or more"
     while (
         adapted := adapted_parameter(above)
     ) is not None:  # wrappers of one module's parameters lie around each other
-        if not isinstance(above, AdaptersBeside):
+        if not isinstance(above, UnmergedAdapters):
             whose = f"parameter {adapted!r} of module {name!r} has adapters"
             return f"{whose}, which peft adds to the whole of it: tile the model without target_parameters there"
         name_above = name_above.rpartition(".")[0]

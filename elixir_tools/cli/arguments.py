@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from elixir_moe import __version__
-from elixir_moe.errors import ConfigError, meant
+from elixir_moe.errors import ConfigError, did_you_mean
 from elixir_moe.ext.names import Master, Moments, SchemeName
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import estimate, gpus, zero_infinity
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         given, _, choices = message.partition("invalid choice: ")[2].partition(" (choose from ")
-        hint = meant(given.strip("'"), re.findall(r"[\w.-]+", choices))
+        hint = did_you_mean(given.strip("'"), re.findall(r"[\w.-]+", choices))
         raise ConfigError(f"{message}{hint and f'; {hint}'}; see {self.prog} --help")
 
 

@@ -23,7 +23,7 @@ from elixir_moe.ext.checkpoints import (
     export_huggingface,
     export_torch,
     home_of,
-    partials,
+    partial_folders,
     read_manifest,
     reshard,
     verify,
@@ -110,7 +110,7 @@ def _ls(directory: Path, as_json: bool) -> int:
         raise ConfigError(f"{directory} is not a directory: name a run's, or one that holds checkpoints")
     directory = home_of(directory)
     rows = [_facts(path, found) for path, found in checkpoints(directory)]
-    unfinished = [str(path) for path in partials(directory)]
+    unfinished = [str(path) for path in partial_folders(directory)]
     if as_json:
         print(json.dumps({"checkpoints": rows, "partial": unfinished}))
         return 0

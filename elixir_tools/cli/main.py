@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, meant
+from elixir_moe.errors import ConfigError, DiskError, ElixirError, LayoutError, PlanError, TierError, did_you_mean
 from elixir_tools.cli.arguments import first_sign, parser_of
 from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell
 from elixir_tools.garbage import uncollected
@@ -75,7 +75,7 @@ def _run(arguments: Sequence[str]) -> int:
         parser.error(f"{arguments[0]} stands before {known.verb}: write options after the verb")
     if rest and known.verb not in ("train", "bench", *TRAINERS):
         words = [word.partition("=")[0] for word in rest if word.startswith("-")]
-        hint = meant(words[0], known.parser.options()) if words else ""
+        hint = did_you_mean(words[0], known.parser.options()) if words else ""
         known.parser.error(f"unknown arguments {' '.join(rest)}{hint and f'; {hint}'}")
     known.rest, known.arguments = rest, arguments
     with _telling_decisions(known.verbose):

@@ -14,7 +14,7 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from elixir_moe.errors import ConfigError, meant
+from elixir_moe.errors import ConfigError, did_you_mean
 from elixir_moe.ext.names import SchemeName
 from elixir_moe.ext.plans import size_bytes
 from elixir_tools import settings
@@ -150,7 +150,7 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
     for word in [*in_file[::2], *in_line]:
         if not word.startswith("--"):
             raise ConfigError(f"{kind}: unexpected {word!r}: arguments are given as --name value")
-        hint = meant(word, [option for action in parser._actions for option in action.option_strings])
+        hint = did_you_mean(word, [option for action in parser._actions for option in action.option_strings])
         raise ConfigError(f"{kind}: unknown argument {word.partition('=')[0]}{hint and f'; {hint}'}")
     added, script, training, model, mixture = found
     _refuse(training, model)

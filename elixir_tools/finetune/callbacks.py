@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from elixir_moe import inspect
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.checkpoints import is_marked
-from elixir_moe.ext.hf import APART, GoBack, StepCallback, lacking
+from elixir_moe.ext.hf import SET_ASIDE_FOLDER, GoBack, StepCallback, why_incomplete
 from elixir_moe.ext.models import require_wrapped
 from elixir_moe.ext.ranks import gathered, raise_on_all_ranks
 from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim
@@ -158,7 +158,7 @@ class Supervise(_Told):
         """The latest checkpoint of this run from before a step, as rank 0 sees it. Collective."""
 
         def look() -> str | None:
-            good = [folder for folder in self._saved if _step_of(folder) < before and not lacking(folder)]
+            good = [folder for folder in self._saved if _step_of(folder) < before and not why_incomplete(folder)]
             return good[-1] if good else None
 
         return raise_on_all_ranks("looked for a checkpoint", look)[0]
@@ -180,8 +180,8 @@ class Supervise(_Told):
         """Rank 0 moves checkpoints of an abandoned course to where no run resumes by itself."""
         for folder in map(Path, folders if dist.get_rank() == 0 else ()):
             if folder.is_dir():
-                (folder.parent / APART).mkdir(exist_ok=True)
-                target, number = folder.parent / APART / folder.name, 1
+                (folder.parent / SET_ASIDE_FOLDER).mkdir(exist_ok=True)
+                target, number = folder.parent / SET_ASIDE_FOLDER / folder.name, 1
                 while target.exists():
                     number += 1
                     target = target.with_name(f"{folder.name}-{number}")

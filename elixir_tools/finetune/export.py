@@ -29,8 +29,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file, logging
 
 from elixir_moe.errors import CheckpointError, ConfigError
-from elixir_moe.ext.checkpoints import MarkedFolder, Whole, partial_of, read_manifest, verify
-from elixir_moe.ext.hf import CHECKPOINT, FolderWriter
+from elixir_moe.ext.checkpoints import StagingFolder, Whole, partial_of, read_manifest, verify
+from elixir_moe.ext.hf import CHECKPOINT_FOLDER, FolderWriter
 from elixir_tools.models.presets import reason_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -86,7 +86,7 @@ def export(folder: Path, out: Path | None = None, what: str = "adapter") -> Expo
     if os.path.lexists(out):
         raise ConfigError(f"--out: {str(out)!r} exists: name another folder, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _in_silence(), MarkedFolder(partial_of(out), without_locks=True) as new:
+    with _in_silence(), StagingFolder(partial_of(out), without_locks=True) as new:
         with tempfile.TemporaryDirectory(dir=new.path) as scratch:
             adapters = _whole_adapters(source, Path(scratch))
             base = _named_base(adapters)
@@ -117,12 +117,12 @@ def _source_of(folder: Path) -> Path:
     """The folder with adapters. Raises ConfigError."""
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     for one in (folder, *([Path(last)] if last is not None else [])):
-        if (one / _WEIGHTS).is_file() or (one / CHECKPOINT).is_dir():
+        if (one / _WEIGHTS).is_file() or (one / CHECKPOINT_FOLDER).is_dir():
             if _config_of(one) is not None:
                 return one
             raise ConfigError(
                 f"{str(one)!r} has no {_CONFIG}, so it holds a whole model: from_pretrained reads its files, and "
-                f"`elixir-moe ckpt export {one / CHECKPOINT} OUT` writes those of a checkpoint"
+                f"`elixir-moe ckpt export {one / CHECKPOINT_FOLDER} OUT` writes those of a checkpoint"
             )
     raise ConfigError(
         f"{str(folder)!r} has neither {_WEIGHTS} nor a checkpoint: name the --output_dir of `elixir-moe sft` or its "
@@ -145,7 +145,7 @@ def _whole_adapters(source: Path, scratch: Path) -> Path:
     made.mkdir()
     settings = json.loads(config.read_text(encoding="utf-8"))
     (made / _CONFIG).write_text(json.dumps(settings))
-    directory = source / CHECKPOINT
+    directory = source / CHECKPOINT_FOLDER
     manifest = read_manifest(directory)
     verify(directory, manifest)
     whole = Whole(directory, manifest)

@@ -33,7 +33,7 @@ from transformers import (
 
 from elixir_moe import expert_mesh, init_mesh, inspect, quantize, sharded_init, spread_experts
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.ext.hf import ElixirMixin, adapt_beside, shipped_patterns
+from elixir_moe.ext.hf import ElixirMixin, run_adapters_unmerged, shipped_patterns
 from elixir_moe.ext.measure import host_bytes_left, is_out_of_memory
 from elixir_moe.ext.planner import Profile, tile_for, trace
 from elixir_moe.ext.plans import AutoPlan, Plan, size_bytes
@@ -388,7 +388,7 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
     refuse_routers(adapted)
     for line in adapted_modules(adapted):
         _LOG.debug("adapters on %s", line)
-    adapt_beside(adapted)
+    run_adapters_unmerged(adapted)
     return adapted
 
 

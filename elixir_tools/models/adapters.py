@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from elixir_moe.errors import ConfigError, meant
-from elixir_moe.ext.hf import adapt_beside
+from elixir_moe.errors import ConfigError, did_you_mean
+from elixir_moe.ext.hf import run_adapters_unmerged
 from elixir_moe.ext.models import SCALES
 from elixir_tools.models.lora import ALL_LINEAR, EXPERTS, Lora
 
@@ -23,7 +23,7 @@ _ROUTER_NAMES = {"router", "gate"}
 def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
     """`with_adapters`, with those of fused experts multiplied beside their weights. Raises ConfigError as it does."""
     found = with_adapters(model, lora, init=init)
-    adapt_beside(found)
+    run_adapters_unmerged(found)
     return found
 
 
@@ -36,7 +36,7 @@ def check_targets(model: nn.Module, lora: Lora) -> None:
     ):
         for target in targets:
             if not any(f".{name}".endswith(f".{target}") for name in names):
-                hint = meant(target, {name.rpartition(".")[2] for name in names} | set(names))
+                hint = did_you_mean(target, {name.rpartition(".")[2] for name in names} | set(names))
                 raise ConfigError(
                     f"targets of --lora: {target} matches nothing in {type(model).__name__}{hint and f'; {hint}'}"
                 )

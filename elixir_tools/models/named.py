@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from elixir_moe.errors import ConfigError, meant
+from elixir_moe.errors import ConfigError, did_you_mean
 
 
 def named_function(path: str, option: str, wanted: str) -> Callable[[], Any]:
@@ -34,7 +34,7 @@ def named_function(path: str, option: str, wanted: str) -> Callable[[], Any]:
         raise ConfigError(f"{option}: there is no module {error.name!r} here or among the installed ones") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{option}: {package} has no function {name!r}; {meant(name, vars(module)) or wanted}")
+        raise ConfigError(f"{option}: {package} has no function {name!r}; {did_you_mean(name, vars(module)) or wanted}")
     needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind < 2]
     if needed:
         raise ConfigError(f"{option}: {path} wants an argument {needed[0].name!r}; expected {wanted}")

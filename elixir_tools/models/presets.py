@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from elixir_moe import annotate
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_moe.ext.hf import WithoutLogits
+from elixir_moe.ext.hf import FusedLoss
 from elixir_tools.models.adapters import adapted
 from elixir_tools.models.config import GPTConfig, gpt_config
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
@@ -239,14 +239,14 @@ def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """As `causal_loss`, by `linear_cross_entropy`."""
-    with WithoutLogits(model)():
+    with FusedLoss(model)():
         return causal_loss(model, tokens)
 
 
 def causal_loss_of(model: nn.Module) -> Loss:
     """Which loss `sft` computes: without logits wherever the model allows it."""
     try:
-        WithoutLogits(model)
+        FusedLoss(model)
     except ConfigError:
         return "whole"
     return "fused"

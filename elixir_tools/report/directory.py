@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.ext.checkpoints import TEXT, collect, is_marked, lock, partials
+from elixir_moe.ext.checkpoints import MARK_BYTES, is_marked, lock, partial_folders, remove_abandoned
 from elixir_tools import settings
 
 OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
@@ -71,7 +71,7 @@ class Claim:
                 )
             if os.fstat(self._lock).st_size and not is_marked(path / LOCK):
                 raise ConfigError(f"{name}: {str(path / LOCK)!r} is no file of a run: choose another directory")
-            os.pwrite(self._lock, TEXT, 0)
+            os.pwrite(self._lock, MARK_BYTES, 0)
         except BaseException:
             os.close(self._lock)
             raise
@@ -111,8 +111,8 @@ def is_run(directory: Path) -> bool:
 def leftovers(directory: Path) -> Iterator[Path]:
     """Removes partial checkpoints and files of dead processes under `directory`, and yields their paths."""
     for path in (directory, *sorted(directory.rglob("*"))):
-        if path.is_dir() and not path.is_symlink() and partials(path):
-            yield from collect(path)
+        if path.is_dir() and not path.is_symlink() and partial_folders(path):
+            yield from remove_abandoned(path)
     for mark in (path for path in sorted(directory.rglob(LOCK)) if is_marked(path)):
         halves = [mark.with_name(f"{name}.part") for name in FILES]
         found = [half for half in halves if half.is_file() and not half.is_symlink()]

@@ -13,12 +13,12 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.ext.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
-    collect,
     decode,
     is_checkpoint,
     is_marked,
     read_manifest,
     remove,
+    remove_abandoned,
 )
 from elixir_tools import settings
 from elixir_tools.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, Claim, is_run
@@ -201,7 +201,7 @@ def _empty(directory: Path, source: Path | None, *, checkpoints: bool) -> None:
         (directory / name).unlink(missing_ok=True)
     for room in (directory / CHECKPOINTS, directory / APART):
         if room.is_dir() and not room.is_symlink():
-            collect(room)
+            remove_abandoned(room)
             for path in list(room.iterdir()) if checkpoints else ():
                 is_source = source is not None and path.resolve() == source.resolve()
                 if is_checkpoint(path) and not is_source:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elixir_moe import annotate, init_mesh, quantize
-from elixir_moe.errors import ConfigError, meant
+from elixir_moe.errors import ConfigError, did_you_mean
 from elixir_moe.ext.models import Dropout, packed_parameters, tree_leaves, tree_map
 from elixir_tools.models import presets
 from elixir_tools.models.adapters import check_targets, with_adapters
@@ -195,7 +195,7 @@ def huggingface(path: str, *, shrink: bool, **options: Any) -> HuggingFace:
                 f"--hf {path!r} needs code from a hub (auto_map), which is not run; build the model in a function of "
                 f"yours and give it with --module"
             )
-        hint = meant(kind, CONFIG_MAPPING.keys()) or "update it"
+        hint = did_you_mean(kind, CONFIG_MAPPING.keys()) or "update it"
         raise ConfigError(
             f"--hf {path!r}: transformers {transformers.__version__} knows no model_type {kind!r}; {hint}"
         )

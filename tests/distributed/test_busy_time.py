@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.distributed.waits import BusyTime, Wait, place_here, place_of
+from elixir_moe.distributed.waits import BusyTime, Wait, thread_position, training_position
 
 CUDA = torch.device("cuda", 0)
 
@@ -48,17 +48,17 @@ class Hook:
 def test_a_collective_of_a_backward_on_another_thread_is_a_wait() -> None:
     main = threading.main_thread().ident
     with Hook(in_a_wait=True):
-        place = place_here()
+        place = training_position()
         assert (place.waiting, place.what) == (True, "a reduction over ranks 0, 1")
-        assert not place_of(main).waiting
-    assert not place_here().waiting
+        assert not thread_position(main).waiting
+    assert not training_position().waiting
 
 
 def test_a_backward_on_another_thread_is_where_the_rank_is() -> None:
     with Hook(in_a_wait=False):
-        place = place_here()
+        place = training_position()
         assert not place.waiting and "_stand" in place.what
-    assert "_stand" not in place_here().what
+    assert "_stand" not in training_position().what
 
 
 def test_threads_that_save_or_watch_are_not_the_training() -> None:
@@ -72,7 +72,7 @@ def test_threads_that_save_or_watch_are_not_the_training() -> None:
     thread = threading.Thread(target=work.wait)
     thread.start()
     assert running.wait(60)
-    assert "stand" not in place_here().what
+    assert "stand" not in training_position().what
     done.set()
     thread.join()
 
@@ -182,7 +182,7 @@ def test_a_look_at_the_threads_keeps_none_of_their_tensors() -> None:
 
     def forward() -> weakref.ref[torch.Tensor]:
         activation = torch.ones(3)
-        watchdog = threading.Thread(target=place_here)
+        watchdog = threading.Thread(target=training_position)
         watchdog.start()
         watchdog.join()
         return weakref.ref(activation)

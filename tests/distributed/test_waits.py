@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elixir_moe as em
-from elixir_moe.distributed.waits import Series, Standing, Turn, Wait, Waits, deadlock_of
+from elixir_moe.distributed.waits import RankWait, Series, Turn, Wait, Waits, deadlock_of
 from tests.faults.test_elastic import environment
 from tests.support.programs import Program
 
@@ -167,8 +167,8 @@ def test_ranks_that_wait_for_each_other_end_at_once_and_say_the_same(
 
 
 def test_only_ranks_that_wait_for_each_other_are_in_a_deadlock() -> None:
-    def at(series: str, number: int, **issued: int) -> Standing:
-        return Standing(f"{series} {number}", (0, 1, 2), series, number, issued)
+    def at(series: str, number: int, **issued: int) -> RankWait:
+        return RankWait(f"{series} {number}", (0, 1, 2), series, number, issued)
 
     crossed = {0: at("gather", 2, gather=2, norm=0), 1: at("norm", 1, gather=1, norm=1)}
     for mine in (0, 1):
@@ -201,6 +201,6 @@ def test_a_rank_whose_models_train_on_threads_of_their_own_is_in_no_deadlock() -
     waits = Waits()
     turn = Turn(Series("gathers", (0, 1), lambda: None), 1)
     waits.callers = {1}
-    assert waits.standing(Wait("gather 1", (0, 1), turn), 2) is not None
+    assert waits.rank_wait(Wait("gather 1", (0, 1), turn), 2) is not None
     waits.callers = {1, 2}
-    assert waits.standing(Wait("gather 1", (0, 1), turn), 2) is None
+    assert waits.rank_wait(Wait("gather 1", (0, 1), turn), 2) is None

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from elixir_moe.distributed import watchdog
-from elixir_moe.distributed.waits import Standing, Wait, deadlock_of
+from elixir_moe.distributed.waits import RankWait, Wait, deadlock_of
 from elixir_moe.distributed.watchdog import Watchdog
 
 
@@ -46,9 +46,9 @@ def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it()
     """Rank 2 waits for rank 0, which waits for rank 1, and that for rank 0."""
     store = dist.HashStore()
     places = [
-        Standing("gather 2", (0, 1), "gather", 2, {"gather": 2, "norm": 0, "exchange": 0}),
-        Standing("norm 1", (0, 1), "norm", 1, {"gather": 1, "norm": 1}),
-        Standing("exchange 1", (0, 2), "exchange", 1, {"exchange": 1}),
+        RankWait("gather 2", (0, 1), "gather", 2, {"gather": 2, "norm": 0, "exchange": 0}),
+        RankWait("norm 1", (0, 1), "norm", 1, {"gather": 1, "norm": 1}),
+        RankWait("exchange 1", (0, 2), "exchange", 1, {"exchange": 1}),
     ]
     lines = [watchdog._Line(store, "a name", rank, 3) for rank in range(3)]
     heard = [line.stand(place) for line, place in zip(lines, places, strict=True)]

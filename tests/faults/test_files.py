@@ -10,7 +10,7 @@ import pytest
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
-from elixir_moe.state.marked import collect
+from elixir_moe.state.marked import remove_abandoned
 from elixir_tools.report.directory import Claim
 from elixir_tools.watch.control import ControlFile
 from tests.state.test_checkpoint_files import left_by_the_dead, write_small
@@ -73,7 +73,7 @@ def test_a_half_with_a_folder_in_it_is_collected_too(tmp_path: Path) -> None:
     half = left_by_the_dead(tmp_path / "b")
     (half / "folder").mkdir()
     (half / "folder" / "file").touch()
-    assert collect(tmp_path) == [half] and not half.exists()
+    assert remove_abandoned(tmp_path) == [half] and not half.exists()
 
 
 @pytest.mark.fault(8, 35)

@@ -14,7 +14,7 @@ from torch import nn
 
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
-from elixir_moe.hf.fused_loss import WithoutLogits
+from elixir_moe.hf.fused_loss import FusedLoss
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.presets import named_model
 from tests.hf.test_trainer import check_alike, trained
@@ -50,7 +50,7 @@ def test_a_familys_loss_and_gradients_are_those_of_its_logits(name: str) -> None
         wanted.loss.backward()
         gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        with WithoutLogits(model)():
+        with FusedLoss(model)():
             found = model(**batch, **options)
         found.loss.backward()
         assert found.logits.numel() == wanted.logits.shape[-1] and found.loss.dtype is torch.float32
@@ -104,13 +104,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_is_more_than_a_head_is_refused_by_name(name: str) -> None:
     build, says = REFUSED[name]
     model: Any = build()
-    with pytest.raises(ConfigError, match=says), WithoutLogits(model)():
+    with pytest.raises(ConfigError, match=says), FusedLoss(model)():
         model(**CAUSAL["llama"].batch(0))
 
 
 def test_a_forward_without_labels_is_refused() -> None:
     model: Any = CAUSAL["llama"].build()
-    with pytest.raises(ConfigError, match="had no labels"), WithoutLogits(model)():
+    with pytest.raises(ConfigError, match="had no labels"), FusedLoss(model)():
         model(input_ids=CAUSAL["llama"].batch(0)["input_ids"])
 
 

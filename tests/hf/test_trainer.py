@@ -739,8 +739,8 @@ def cut(folder: str) -> list[str]:
 def test_a_checkpoint_that_a_kill_has_cut_is_passed_over_for_the_newest_whole_one(ranks: Ranks, tmp_path: Path) -> None:
     (found,) = ranks(1).run(cut, str(tmp_path))
     files = [f"{name} is missing or cut short" for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt")]
-    lacking = [*files, *["expected a folder 'elixir_moe', found none"] * 2]
-    for said, lacks, number in zip(found, lacking, [2, 2, 2, 2, 1], strict=True):
+    reasons = [*files, *["expected a folder 'elixir_moe', found none"] * 2]
+    for said, lacks, number in zip(found, reasons, [2, 2, 2, 2, 1], strict=True):
         assert said.startswith(f"/checkpoint-3 is passed over: {lacks}")
         assert said.endswith(f"the training continues from /checkpoint-{number}")
 

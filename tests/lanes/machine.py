@@ -740,7 +740,7 @@ class Machine:
             else:
                 self.give(step)
 
-        def begin_to_host(numbers: torch.Tensor) -> Callable[[], Any]:
+        def copy_to_host_async(numbers: torch.Tensor) -> Callable[[], Any]:
             lane = self.begin(host=False)
             self.use(lane, numbers, writes=False, what="a copy of numbers to the host")
             clock, copied = lane.now(), self.stream.queue.record_event()
@@ -762,7 +762,7 @@ class Machine:
             lambda chunk, array: chunk.shard.storage.new_zeros(array.numel(chunk.spec.shard_numel), dtype=array.dtype),
         )
         for room in ("optim.optimizer", "optim.early", "moe.dispatch", "moe.experts"):
-            set_to(import_module(f"elixir_moe.{room}"), "begin_to_host", begin_to_host)
+            set_to(import_module(f"elixir_moe.{room}"), "copy_to_host_async", copy_to_host_async)
 
     def _patch_disk(self, set_to: Callable[..., None]) -> None:
         move, make, make_values = DiskFile.move, DiskStore.__init__, ValuesFile.__init__

@@ -177,15 +177,15 @@ def run_waits(ep: int, kernel: bool, **options: Any) -> tuple[int, list[str], li
     layer, x, grad = build(ep, **options)
     grads, begun = (grad, torch.ones(())), []
     modules = dispatch_module, experts_module
-    begin = dispatch_module.begin_to_host
+    begin = dispatch_module.copy_to_host_async
     for module in modules:
-        module.begin_to_host = lambda numbers: begun.append(numbers) or begin(numbers)
+        module.copy_to_host_async = lambda numbers: begun.append(numbers) or begin(numbers)
     try:
         with fused(kernel), Reads() as reads, Operators() as ran:
             torch.autograd.backward(layer(x), grads)
     finally:
         for module in modules:
-            module.begin_to_host = begin
+            module.copy_to_host_async = begin
     return len(begun), reads.reads, ran.waiting
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.hf.fused_experts import Adapter, AdaptersBeside
+from elixir_moe.hf.fused_experts import Adapter, UnmergedAdapters
 from elixir_moe.optim import accepted
 from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.quantized import products
@@ -60,7 +60,7 @@ def permuted_columns() -> Iterator[None]:
         stacked_b = b.reshape(b.shape[0], self.num_experts, -1).permute(1, 0, 2)
         return Adapter(a=a.reshape(self.num_experts, -1, a.shape[1]), b=stacked_b, scale=self.scaling[name])
 
-    with patch.object(AdaptersBeside, "_adapter", adapter):
+    with patch.object(UnmergedAdapters, "_adapter", adapter):
         yield
 
 

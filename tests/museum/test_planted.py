@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import elixir_moe as em
-from elixir_moe.hf.fused_experts import Adapter, AdaptersBeside
+from elixir_moe.hf.fused_experts import Adapter, UnmergedAdapters
 from elixir_moe.moe.experts import GroupedExperts
 from elixir_moe.quantized import decoders, formats
 from elixir_tools.models.gpt import GPT, GPTConfig
@@ -174,12 +174,12 @@ def schedule_not_restored() -> Iterator[None]:
 @contextmanager
 def alpha_missing() -> Iterator[None]:
     """Adapters of experts are not scaled."""
-    adapter = AdaptersBeside._adapter
+    adapter = UnmergedAdapters._adapter
 
     def broken(self: Any, name: str) -> Adapter:
         return replace(adapter(self, name), scale=1.0)
 
-    with patch.object(AdaptersBeside, "_adapter", broken):
+    with patch.object(UnmergedAdapters, "_adapter", broken):
         yield
 
 

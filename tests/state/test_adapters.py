@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.errors import CheckpointError, ConfigError, LayoutError, UsageError
-from elixir_moe.hf.fused_loss import WithoutLogits
+from elixir_moe.hf.fused_loss import FusedLoss
 from elixir_moe.state import full
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.storage import read_manifest
@@ -489,7 +489,7 @@ def own_adapters_trained(folder: Path) -> dict[str, Tensor]:
     with em.sharded_init():
         model = with_own_adapters(base())
     model, optimizer = wrap(model, "offload", weights=folder / "base")
-    with WithoutLogits(model)():
+    with FusedLoss(model)():
         steps(model, optimizer, range(1))
     em.save_pretrained(model, folder / "adapters")
     state = em.full_state_dict(model, all_ranks=True)

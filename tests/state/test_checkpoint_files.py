@@ -50,7 +50,7 @@ from elixir_moe.state.checkpoint.storage import (
 from elixir_moe.state.checkpoint.tensors import Item, write_tensors
 from elixir_moe.state.checkpoint.values import decode, encode
 from elixir_moe.state.checkpoint.whole import Whole
-from elixir_moe.state.marked import MARK, TEXT, collect, partial_of
+from elixir_moe.state.marked import MARK, MARK_BYTES, partial_of, remove_abandoned
 from elixir_tools.cli.main import main
 
 SHAPE = (6, 4, 5)
@@ -253,7 +253,7 @@ def left_by_the_dead(target: Path) -> Path:
     """What a process leaves that is killed while it saves `target`."""
     half = partial_of(target)
     half.mkdir(parents=True)
-    (half / MARK).write_bytes(TEXT)
+    (half / MARK).write_bytes(MARK_BYTES)
     (half / "rank-00000.safetensors").touch()
     return half
 
@@ -312,7 +312,7 @@ def test_no_directory_is_removed_while_a_file_in_it_is_open(tmp_path: Path, monk
         write_small(tmp_path / name, 1)
     remove(tmp_path / "b")
     half = left_by_the_dead(tmp_path / "d")
-    assert collect(tmp_path) == [half]
+    assert remove_abandoned(tmp_path) == [half]
     assert removed == [partial_of(tmp_path / "a"), partial_of(tmp_path / "b"), half]
     assert names_in(tmp_path) == ["c"]
 

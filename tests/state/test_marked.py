@@ -17,7 +17,7 @@ import elixir_moe as em
 from elixir_moe.state import marked
 from elixir_moe.state.checkpoint import storage
 from elixir_moe.state.checkpoint.storage import Draft, latest, read_manifest, remove, verify
-from elixir_moe.state.marked import MARK, MarkedFolder, collect, partial_of
+from elixir_moe.state.marked import MARK, StagingFolder, partial_of, remove_abandoned
 from elixir_tools.cli.main import main
 from elixir_tools.report.directory import Claim, is_claimed
 from tests.state.test_checkpoint_files import left_by_the_dead, names_in, write_small
@@ -55,7 +55,7 @@ def test_neither_readers_nor_a_cleanup_disturb_a_save_at_any_line(tmp_path: Path
         nonlocal looks
         looks += 1
         found = latest(tmp_path)
-        assert found in (tmp_path / "step-1", tmp_path / "step-2") and not collect(tmp_path)
+        assert found in (tmp_path / "step-1", tmp_path / "step-2") and not remove_abandoned(tmp_path)
 
     at_each_line((storage, marked), lambda: write_small(tmp_path / "step-2", 2, keep=1), look)
     assert looks > 50 and names_in(tmp_path) == ["step-2"]
@@ -99,7 +99,7 @@ def test_a_foreign_folder_in_the_way_is_named_and_stays(tmp_path: Path) -> None:
     for name in "abc":
         with pytest.raises(em.CheckpointError, match=rf"\.{name}\.partial exists and was not made by elixir_moe"):
             Draft(tmp_path / name)
-    assert latest(tmp_path) is None and not collect(tmp_path) and untouched(half)
+    assert latest(tmp_path) is None and not remove_abandoned(tmp_path) and untouched(half)
     with pytest.raises(em.CheckpointError, match=r"\.a\.partial is not removed: its manifest.json is none of an"):
         remove(half)
     assert untouched(half) and names_in(tmp_path) == [".a.partial", ".b.partial", ".c.partial"]
@@ -154,13 +154,13 @@ def test_exports_and_save_pretrained_leave_foreign_folders_and_what_links_lead_t
 
 
 def test_the_contents_of_a_folder_appear_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), MarkedFolder(tmp_path / ".a.partial") as folder:
+    with pytest.raises(ZeroDivisionError), StagingFolder(tmp_path / ".a.partial") as folder:
         (folder.path / "half").touch()
         raise ZeroDivisionError
-    with MarkedFolder(tmp_path / ".a.partial") as folder:
+    with StagingFolder(tmp_path / ".a.partial") as folder:
         (folder.path / "whole").touch()
         folder.move_to(tmp_path / "a")
-        with MarkedFolder(tmp_path / ".a.partial"):  # another process begins the next one
+        with StagingFolder(tmp_path / ".a.partial"):  # another process begins the next one
             folder.remove()
             assert names_in(tmp_path) == [".a.partial", "a"]
     assert names_in(tmp_path) == ["a"] and names_in(tmp_path / "a") == ["whole"]
@@ -207,7 +207,7 @@ def test_a_lock_ends_with_its_process_though_forked_workers_live(tmp_path: Path)
     (ready, tell), (wait, end) = os.pipe(), os.pipe()
     if (maker := os.fork()) == 0:
         try:
-            folder = MarkedFolder(half)
+            folder = StagingFolder(half)
             if os.fork() == 0:
                 os.close(end)
                 os.write(tell, b"x")
@@ -217,7 +217,7 @@ def test_a_lock_ends_with_its_process_though_forked_workers_live(tmp_path: Path)
     os.waitpid(maker, 0)
     os.read(ready, 1)
     try:
-        assert collect(tmp_path) == [half]
+        assert remove_abandoned(tmp_path) == [half]
     finally:
         for descriptor in (ready, tell, wait, end):
             os.close(descriptor)

@@ -33,7 +33,7 @@ from torch import nn
 
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
-from elixir_moe.errors import CheckpointError, ConfigError, UsageError, meant
+from elixir_moe.errors import CheckpointError, ConfigError, UsageError, did_you_mean
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import Coded, InMemory, OnDisk
 from elixir_moe.optim.agreement import Options
@@ -367,7 +367,7 @@ def _facts(
     if not isinstance(frozen, bool):
         known = {held.name for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable}
         for name in sorted(frozen - known):
-            hint = meant(name, known)
+            hint = did_you_mean(name, known)
             raise CheckpointError(
                 f"frozen: {name!r} is not a frozen parameter of the model: give names of model.named_parameters()"
                 f"{hint and f'; {hint}'}"

@@ -22,7 +22,15 @@ from pathlib import Path
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
 from elixir_moe.state.checkpoint.manifest import FORMAT, Manifest, parse
 from elixir_moe.state.checkpoint.tensors import hash_file, open_regular
-from elixir_moe.state.marked import SUFFIX, MarkedFolder, collect, discard, naming, partial_of, sync_directory
+from elixir_moe.state.marked import (
+    PARTIAL_SUFFIX,
+    StagingFolder,
+    name_in_errors,
+    partial_of,
+    remove_abandoned,
+    remove_owned,
+    sync_directory,
+)
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -50,8 +58,8 @@ class Draft:
         except FileExistsError as error:
             kind = "a link to what is not there" if target.parent.is_symlink() else "no folder"
             raise CheckpointError(f"{target.parent} is {kind}: save in another one") from error
-        collect(target.parent)
-        self.target, self._folder = target, MarkedFolder(partial_of(target))
+        remove_abandoned(target.parent)
+        self.target, self._folder = target, StagingFolder(partial_of(target))
         self.path = self._folder.path
 
     def commit(self, manifest: bytes) -> None:
@@ -60,7 +68,7 @@ class Draft:
         Raises:
             CheckpointError: the target was created meanwhile.
         """
-        with naming(self.path / MANIFEST), open(self.path / MANIFEST, "xb") as file:
+        with name_in_errors(self.path / MANIFEST), open(self.path / MANIFEST, "xb") as file:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
@@ -81,8 +89,10 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 def check_target(target: Path) -> None:
     """Raises CheckpointError if the name is taken, or is that of a partial checkpoint."""
-    if target.name.endswith(SUFFIX):
-        raise CheckpointError(f"{target}: what ends in {SUFFIX} is no whole checkpoint: save under another name")
+    if target.name.endswith(PARTIAL_SUFFIX):
+        raise CheckpointError(
+            f"{target}: what ends in {PARTIAL_SUFFIX} is no whole checkpoint: save under another name"
+        )
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: save under another name, or remove it first")
 
@@ -97,7 +107,7 @@ def remove(path: Path) -> None:
     """
     if not is_checkpoint(path):
         raise CheckpointError(f"{path} is not removed: its {MANIFEST} is none of an {FORMAT}; move it yourself")
-    discard(path)
+    remove_owned(path)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -180,7 +190,7 @@ def _checkpoints_in(directory: Path) -> list[tuple[Path, Manifest | CheckpointEr
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for path in sorted(directory.iterdir()):
         again = path.is_symlink() and path.resolve().parent == directory.resolve()
-        if again or path.name.endswith(SUFFIX):
+        if again or path.name.endswith(PARTIAL_SUFFIX):
             continue
         manifest: Manifest | CheckpointError | None = None
         if os.path.exists(path / MANIFEST):  # False also where this user may not look, as in lost+found
@@ -203,7 +213,7 @@ def home_of(directory: Path) -> Path:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
-    if path.name.endswith(SUFFIX):
+    if path.name.endswith(PARTIAL_SUFFIX):
         raise CheckpointError(f"{path} is what a save has left that did not end: use another checkpoint")
     if not path.is_dir():
         partial = partial_of(path)
@@ -220,7 +230,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _parsed(path: Path) -> Manifest:
-    with naming(path / MANIFEST), open(open_regular(path / MANIFEST), "rb") as file:
+    with name_in_errors(path / MANIFEST), open(open_regular(path / MANIFEST), "rb") as file:
         return parse(file.read(), str(path / MANIFEST))
 
 

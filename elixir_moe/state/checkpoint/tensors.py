@@ -25,7 +25,7 @@ from elixir_moe.errors import CheckpointError
 from elixir_moe.memory.direct_file import DirectFile, paged_memory
 from elixir_moe.state.checkpoint.hashing import SEGMENT_BYTES, file_digest, segment_digest
 from elixir_moe.state.checkpoint.manifest import FileRecord
-from elixir_moe.state.marked import naming, sync_directory
+from elixir_moe.state.marked import name_in_errors, sync_directory
 from elixir_moe.state.safetensors_format import DTYPES, head_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -84,7 +84,7 @@ class FileImage:
         """
         digests: dict[int, Future[bytes]] = {}
         behind: deque[Future[bytes]] = deque()
-        with naming(path), open(path, "xb", buffering=0) as raw, ThreadPoolExecutor(_WRITERS) as writers:
+        with name_in_errors(path), open(path, "xb", buffering=0) as raw, ThreadPoolExecutor(_WRITERS) as writers:
             file = DirectFile(raw)
             rest = chain.from_iterable(map(self._take, list(self._left)))
             for index in chain(self._whole, rest):
@@ -154,7 +154,7 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
 
 def hash_file(path: Path) -> FileRecord:
     """Size and hash of a file. Raises CheckpointError unless it is a regular file."""
-    with naming(path), open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
+    with name_in_errors(path), open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
         nbytes = os.fstat(file.fileno()).st_size
         starts = range(0, nbytes, SEGMENT_BYTES)
         digests = readers.map(lambda start: segment_digest(_read(file.fileno(), start)), starts)

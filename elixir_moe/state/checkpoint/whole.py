@@ -19,7 +19,7 @@ from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
 from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
 from elixir_moe.state.checkpoint.values import decode
-from elixir_moe.state.marked import MarkedFolder, naming, partial_of
+from elixir_moe.state.marked import StagingFolder, name_in_errors, partial_of
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
 
 _TORCH = "export it with --format torch, or load it and use em.full_state_dict(model)"
@@ -144,7 +144,7 @@ def export_huggingface(
         for file, names in files.items():
             write_tensors(folder.path / file, [items[name] for name in names], {"format": "pt"})
         if len(files) > 1:
-            with naming(folder.path / INDEX):
+            with name_in_errors(folder.path / INDEX):
                 (folder.path / INDEX).write_text(index_of(files, sum(sizes.values())))
         folder.move_to(out)
     return [out / file for file in (*files, *[INDEX] * (len(files) > 1))]
@@ -162,7 +162,7 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
         name = str(whole._manifest.keys[key])
         state[key] = tensors[name] = tensors[name] if name in tensors else item.tensor()
     with _made_for(out, "file") as folder:
-        with naming(out), open(folder.path / "state_dict.pt", "xb") as file:
+        with name_in_errors(out), open(folder.path / "state_dict.pt", "xb") as file:
             torch.save(state, file)
         _check_free(out, "file")
         os.rename(folder.path / "state_dict.pt", out)
@@ -223,11 +223,11 @@ def _check_free(out: Path, kind: str) -> None:
         raise CheckpointError(f"{out} exists: name another {kind}")
 
 
-def _made_for(out: Path, kind: str) -> MarkedFolder:
+def _made_for(out: Path, kind: str) -> StagingFolder:
     """A folder in which to write what is to appear as `out`. Raises CheckpointError."""
     _check_free(out, kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        return MarkedFolder(partial_of(out), without_locks=True)
+        return StagingFolder(partial_of(out), without_locks=True)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be made: {error.strerror}; name another place") from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.integrations import finegrained_fp8, mxfp4
 
 import elixir_moe as em
-from elixir_moe.hf.import_quantized import check_layers, take_over
+from elixir_moe.hf.import_quantized import check_layers, import_quantized
 from elixir_moe.quantized.packed import packed_parameters
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, SIZES, base, optimizer_of, steps
 from tests.support.cases import placed, with_further
@@ -111,7 +111,7 @@ def test_the_bytes_and_what_they_decode_to_are_those_of_bitsandbytes(kind: str, 
             state.dtype = torch.float32
             decoded = functional.dequantize_4bit(layer.weight.data, state)
             wanted[name] = data, decoded
-    take_over(model, optimizer_of(model))
+    import_quantized(model, optimizer_of(model))
     found = {name.removesuffix(".weight"): (m, packed) for name, m, _, packed in packed_parameters(model)}
     assert found.keys() == wanted.keys()
     for name, (data, decoded) in wanted.items():
@@ -132,7 +132,7 @@ def test_layers_that_a_cpu_has_evaluated_are_refused(folder: str) -> None:
 def test_frozen_weights_leave_the_optimizer(folder: str) -> None:
     model = loaded(folder, "nf4")
     optimizer = torch.optim.AdamW(model.parameters())
-    take_over(model, optimizer)
+    import_quantized(model, optimizer)
     left = set(optimizer.param_groups[0]["params"])
     assert left <= set(model.parameters())
     assert {p for p in model.parameters() if p.requires_grad} <= left
