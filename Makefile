@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 
-.PHONY: setup test test-programs test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,11 @@ test: setup
 
 test-programs: setup
 	$(PYTEST) $(PROGRAMS) $(PYTEST_ARGS)
+
+# Those that a change can reach by imports, the nearest first: what differs from main, or on main from the last commit.
+# make test-changed SINCE=HEAD~3 compares with another commit.
+test-changed: setup
+	@files=$$($(BIN)/python -m tests.support.changed $(SINCE)) && test -z "$$files" || $(PYTEST) $$files $(PYTEST_ARGS)
 
 # What failed when they last ran, of either.
 test-failed: setup
