@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from elixir_moe.kernels import spare_tiles
 from elixir_tools.train import waiting
+from tests.support.fresh import Fresh
 from tests.support.ranks import RankPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
@@ -53,3 +54,11 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Fresh]:
+    """Runs code where torch is imported and the library is not."""
+    found = Fresh()
+    yield found
+    found.close()

@@ -20,6 +20,7 @@ from elixir_moe.planner.solve import solve
 from elixir_tools.cli.main import main
 from elixir_tools.fit.tasks import model_of, task_of
 from tests.support.documents import anchors, links, made_pages
+from tests.support.every import every
 from tests.support.hf_cases import forget_accelerate
 from tests.support.rules import assert_none, place
 
@@ -184,7 +185,9 @@ def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatc
     example = ROOT / "examples" / "finetune.py"
     shown = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = iter(example.read_text().splitlines())
-    assert shown and all(line in lines for line in shown[1].splitlines()), "they are lines of the example, in its order"
+    assert shown and every(line in lines for line in shown[1].splitlines()), (
+        "they are lines of the example, in its order"
+    )
     letters = {letter: i for i, letter in enumerate("?abcdefgh")}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -212,7 +215,7 @@ def test_the_readme_is_short_and_has_the_figures_of_the_certificate() -> None:
     equal, rows = re.search(r"(\d+) of (\d+) rows are equal", page).groups()
     worst = {check: re.search(rf"(?m)^\| {check} \| \d+ \| (\S+) \|", page)[1] for check in ("loss", "weights")}
     assert f"{equal} of {rows} rows are equal" in readme.replace("\n", " ")
-    assert all(difference in readme for difference in worst.values())
+    assert every(difference in readme for difference in worst.values())
 
 
 @pytest.mark.slow
@@ -257,7 +260,7 @@ SPEED = runpy.run_path(str(DOCS / "speed_of_light.py"))
 
 def test_the_tables_of_the_speed_of_light_are_what_the_command_writes() -> None:
     assert SPEED["write"](check=True) == [], "run: python docs/speed_of_light.py --write"
-    assert all(
+    assert every(
         f"<!-- speed of light: {name} -->" in (DOCS / "speed_of_light.md").read_text() for name in SPEED["MODELS"]
     )
 

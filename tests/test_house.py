@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import elixir_moe
+from tests.support.fresh import Fresh
 from tests.support.rules import ROOT, assert_none, place
 
 PACKAGE, TOOLS = ROOT / "elixir_moe", ROOT / "elixir_tools"
@@ -249,7 +250,7 @@ def test_the_makefile_names_tests_that_exist() -> None:
     assert_none(f"{place(ROOT / 'Makefile', line)}: {path}" for line, path in named if not (ROOT / path).exists())
 
 
-def test_an_import_changes_nothing() -> None:
+def test_an_import_changes_nothing(fresh: Fresh) -> None:
     """Neither the environment nor the end of the process: a call of the library does."""
     code = """
 import atexit, os, sys
@@ -267,13 +268,13 @@ print(dict(os.environ) == before, [file for file in said if "elixir_moe" in file
 elixir_moe.init_mesh(device_type="cpu")
 print(len([file for file in said if "elixir_moe" in file]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = fresh.run(code)
     assert done.stdout.splitlines() == ["True []", "1"], done.stdout + done.stderr
 
 
-def test_the_core_is_light_to_import() -> None:
+def test_the_core_is_light_to_import(fresh: Fresh) -> None:
     code = f"import elixir_moe.public, sys; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = fresh.run(code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -311,45 +312,30 @@ assert [name for name in public.__all__ if not globals()[name] is getattr(em, na
     assert done.returncode == 0, done.stderr
 
 
-_ALONE = """
-import os, sys
-import torch.distributed.tensor
+_FIRST = """
+import {name}
+import elixir_moe as em
 
-for name in sys.argv[1:]:
-    if not os.fork():
-        code = 1
-        try:
-            __import__(name)
-            import elixir_moe as em
-
-            assert em.kernels._native is not None, f"{name} imports the kernels of torch alone"
-            assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy)), name
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    if os.wait()[1]:
-        sys.exit(name)
+assert em.kernels._native is not None, "{name} imports the kernels of torch without the library's"
+assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy)), "{name}"
 """
 
 
-def _import_alone(names: list[str]) -> str:
-    """What is said if each is imported as the first file of the package."""
-    return subprocess.run([sys.executable, "-c", _ALONE, *names], capture_output=True, text=True, timeout=600).stderr
-
-
-def test_a_file_may_be_imported_first() -> None:
-    assert _import_alone(["elixir_moe.kernels", "elixir_moe.quantized.formats", "elixir_moe.hf.fabric"]) == ""
+@pytest.mark.parametrize("name", ["kernels", "quantized.formats", "hf.fabric"])
+def test_a_file_may_be_imported_first(name: str, fresh: Fresh) -> None:
+    done = fresh.run(_FIRST.format(name=f"elixir_moe.{name}"))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_any_file_may_be_imported_first() -> None:
+def test_any_file_may_be_imported_first(fresh: Fresh) -> None:
     files = [path for path in FILES if find_spec("triton") is not None or path.stem != "triton_kernels"]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if not path.stem.startswith("__")]
-    assert _import_alone(names) == ""
+    done = {name: fresh.run(_FIRST.format(name=name)) for name in names}
+    assert_none(f"{name}: {end.stderr}" for name, end in done.items() if end.returncode)
 
 
-def test_a_public_function_is_not_replaced_by_the_file_of_its_name() -> None:
+def test_a_public_function_is_not_replaced_by_the_file_of_its_name(fresh: Fresh) -> None:
     beside = {path.stem for path in PACKAGE.iterdir()}
     assert {name for name in elixir_moe.__all__ if name in beside} == type(elixir_moe).functions
     code = """
@@ -358,7 +344,7 @@ import elixir_moe as em
 
 assert all(type(f).__name__ == "function" for f in (em.wrap, em.inspect, em.linear_cross_entropy))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -367,14 +353,14 @@ def test_the_package_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(elixir_moe)) is elixir_moe is copy.deepcopy(elixir_moe)
 
 
-def test_a_name_that_was_set_before_the_first_use_is_kept() -> None:
+def test_a_name_that_was_set_before_the_first_use_is_kept(fresh: Fresh) -> None:
     code = """
 import elixir_moe as em
 
 em.wrap = print
 assert em.Plan and em.wrap is print
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -410,11 +396,26 @@ def test_nobody_reaches_through_a_shard() -> None:
     """Its parts are private: another room calls `ShardState`."""
     reaches, imports = [], []
     for path in FILES:
-        if (module := name_of(path)).startswith("memory."):
+        if name_of(path).startswith("memory."):
             continue
-        imports += [f"{module} imports {part}" for part in imports_of(path) if part in PARTS_OF_A_SHARD]
-        for node in ast.walk(ast.parse(path.read_text())):
+        imports += [
+            f"{place(path, line)}: imports {part}" for line, part in imports_of(path) if part in PARTS_OF_A_SHARD
+        ]
+        for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else ast.unparse(node.value)
-                reaches += [f"{module}:{node.lineno} reads {owner}.{node.attr}"] * (owner in SHARDS)
+                reaches += [f"{place(path, node.lineno)}: reads {owner}.{node.attr}"] * (owner in SHARDS)
     assert_none([*reaches, *imports])
+
+
+def test_assertions_on_all_of_something_look_at_something() -> None:
+    """`all(...)` holds for an empty list: tests use `every` and `same_tensors` of tests/support/every.py."""
+    tests = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    assert_none(
+        place(path, call.lineno)
+        for path, tree in tests.items()
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Assert)
+        for call in ast.walk(statement.test)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "all"
+    )

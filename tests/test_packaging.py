@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.every import every
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONDA_NAMES = {"torch": "pytorch", "blake3": "python-blake3", "matplotlib": "matplotlib-base", "pyyaml": "pyyaml"}
@@ -36,7 +38,7 @@ def test_the_image_is_given_what_it_copies() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / "packaging/Dockerfile").read_text(), re.MULTILINE)
     sources = {source for line in copied for source in line.split()}
     given = re.findall(r"^!(.*)$", (ROOT / "packaging/Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    assert sources == set(given) and all((ROOT / source).exists() for source in sources)
+    assert sources == set(given) and every((ROOT / source).exists() for source in sources)
 
 
 def test_the_sources_hold_all_of_the_build_and_nothing_of_the_tests() -> None:

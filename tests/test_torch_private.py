@@ -4,8 +4,6 @@ A torch that lacks one ends the import with a sentence that names it, and one ne
 """
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from elixir_moe import torch_private
 from elixir_moe.errors import ConfigError, TorchVersionError
+from tests.support.fresh import Ended, Fresh
 from tests.support.rules import assert_none
 
 PACKAGE = Path(__file__).parent.parent / "elixir_moe"
@@ -98,10 +97,9 @@ def test_every_name_has_a_reason() -> None:
     assert not [name for name, reason in found.items() if len(reason.split()) < 2]
 
 
-def imported(setup: str) -> subprocess.CompletedProcess[str]:
+def imported(fresh: Fresh, setup: str) -> Ended:
     """Imports the file in a process in which `setup` has changed torch."""
-    code = f"import torch, torch.utils._triton, torch.distributed.device_mesh\n{setup}\nimport elixir_moe.torch_private"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return fresh.run(f"import torch\n{setup}\nimport elixir_moe.torch_private")
 
 
 @pytest.mark.parametrize(
@@ -117,8 +115,8 @@ def imported(setup: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["alias", "import", "attribute", "in a function"],
 )
-def test_a_torch_that_lacks_a_name_ends_the_import_with_it(setup: str, name: str) -> None:
-    done = imported(setup)
+def test_a_torch_that_lacks_a_name_ends_the_import_with_it(setup: str, name: str, fresh: Fresh) -> None:
+    done = imported(fresh, setup)
     assert done.returncode and "TorchVersionError" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert name in last and torch.__version__ in last and torch_private.NEWEST in last
@@ -126,8 +124,8 @@ def test_a_torch_that_lacks_a_name_ends_the_import_with_it(setup: str, name: str
 
 
 @pytest.mark.parametrize(("version", "warned"), [("2.11.0", 0), ("2.15.1+cu132", 0), ("2.16.0", 1), ("3.0.0a0", 1)])
-def test_a_torch_newer_than_the_tested_ones_is_reported(version: str, warned: int) -> None:
-    done = imported(f"torch.__version__ = torch.torch_version.TorchVersion('{version}')")
+def test_a_torch_newer_than_the_tested_ones_is_reported(version: str, warned: int, fresh: Fresh) -> None:
+    done = imported(fresh, f"torch.__version__ = torch.torch_version.TorchVersion('{version}')")
     assert not done.returncode, done.stderr
     assert done.stderr.count(f"torch {version} is newer than {torch_private.NEWEST}") == warned
 

@@ -10,6 +10,7 @@ from benchmarks.paper_zero_infinity import compared
 from elixir_tools.cli.main import main
 from elixir_tools.fit import zero_infinity
 from elixir_tools.fit.zero_infinity import PEAK, SEQ, Transformer, efficiency
+from tests.support.every import every
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def test_every_row_names_the_papers_own_model_and_cluster() -> None:
             paper["heads"],
         ]
     clusters = zip(zero_infinity.rows_of("figure-2b"), zero_infinity.printed("figure-2b"), strict=True)
-    assert all((str(mine["nodes"]), str(mine["gpus"])) == (its["nodes"], its["gpus"]) for mine, its in clusters)
+    assert every((str(mine["nodes"]), str(mine["gpus"])) == (its["nodes"], its["gpus"]) for mine, its in clusters)
 
 
 @pytest.mark.parametrize(("batch", "hidden", "interval"), [(1, 2048, 1), (4, 8192, 4), (16, 65536, 2)])
@@ -73,13 +74,13 @@ def test_table_4_is_met_within_a_hundredth_and_holds_what_was_measured() -> None
 def test_the_text_of_section_7_holds() -> None:
     found = list(compared("text"))
     assert len(found) == 9
-    assert all(ours == pytest.approx(printed, rel=0.035) for _, printed, ours in found), "the text rounds: 9 is 9.3"
+    assert every(ours == pytest.approx(printed, rel=0.035) for _, printed, ours in found), "the text rounds: 9 is 9.3"
 
 
 def test_the_text_about_figure_3_holds(capsys: pytest.CaptureFixture[str]) -> None:
     rows = said(capsys, "--zero-infinity", "figure-3")
     claims = [row for row in rows if "where" in row]
-    assert len(claims) == 6 and all(row["efficiency"] > float(row["at_least"]) for row in claims)
+    assert len(claims) == 6 and every(row["efficiency"] > float(row["at_least"]) for row in claims)
     for row in rows[: -len(claims)]:
         points = [value for name, value in row.items() if name not in ("states", "gb_s")]
         assert len(points) == 5 and sorted(points) == points and 0 < points[0] < points[-1] < 1

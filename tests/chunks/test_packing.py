@@ -23,6 +23,7 @@ from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
 from elixir_tools.models.config import GPTConfig, gpt_config
 from elixir_tools.models.gpt import GPT
+from tests.support.every import every
 
 KEY = ChunkGroupKey(ranks=(0, 1), dtype=torch.float32, trainable=True, divisor=2)
 LINE = ALIGN_BYTES // 4
@@ -261,7 +262,7 @@ def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -
 def check_bytes(layout: Layout, params: list[ParamSpec]) -> None:
     """Every parameter is in one chunk, and every cached chunk in a block."""
     assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(params)))
-    assert all(chunk.nbytes <= layout.block_bytes for chunk in layout.cached)
+    assert every(chunk.nbytes <= layout.block_bytes for chunk in layout.cached)
 
 
 def test_a_parameter_of_bytes_may_be_longer_than_the_chunks_of_others() -> None:

@@ -26,6 +26,7 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.units import choose_units
+from tests.support.every import every
 
 
 def layout_of(
@@ -83,7 +84,7 @@ def test_a_unit_is_the_largest_part_of_one_chunk() -> None:
 def test_what_is_in_no_moving_chunk_is_all_one_unit() -> None:
     parts = [part(), part(0, parent=0), part(1, parent=0)]
     units = choose_units(parts, {})
-    assert all(unit is not None and unit.params == (0, 1) for unit in units)
+    assert every(unit is not None and unit.params == (0, 1) for unit in units)
 
 
 def test_a_part_of_several_is_never_inside_a_unit() -> None:

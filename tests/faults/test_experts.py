@@ -13,6 +13,7 @@ import elixir_moe as em
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.mesh import expert_mesh
 from tests.moe.test_moe import B, E, S, bias_towards, build, inputs, starve, world_mesh
+from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of
 
@@ -77,7 +78,7 @@ def check(case: str, ranks: Ranks) -> list[Tensor]:
     even = ranks(2).run(trained, "")
     for rank, found in enumerate(ranks(2).run(trained, case)):
         assert found["moved"] == even[rank]["moved"], f"rank {rank}: what is gathered and reduced depends on routing"
-        assert all(map(torch.equal, found["counts"], counts)), "the same tokens everywhere"
+        assert every(map(torch.equal, found["counts"], counts)), "the same tokens everywhere"
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=TOLERANCE, msg=name)
     return counts
@@ -86,14 +87,14 @@ def check(case: str, ranks: Ranks) -> list[Tensor]:
 @pytest.mark.fault(15)
 def test_an_expert_without_a_token_on_one_rank(ranks: Ranks) -> None:
     counts = check("somewhere", ranks)
-    assert all(0 < n[2] < HALF / 2 for n in counts), "of the tokens of rank 1 alone"
+    assert every(0 < n[2] < HALF / 2 for n in counts), "of the tokens of rank 1 alone"
 
 
 @pytest.mark.fault(16)
 def test_an_expert_without_a_token_on_all_ranks(ranks: Ranks) -> None:
     """Its gradient is zero, not missing: weight decay and moments go on, as in one process."""
     counts = check("everywhere", ranks)
-    assert all(n[2] == 0 for n in counts)
+    assert every(n[2] == 0 for n in counts)
 
 
 @pytest.mark.fault(16)

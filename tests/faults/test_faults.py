@@ -18,6 +18,7 @@ from elixir_tools.report.directory import Claim
 from elixir_tools.train.directory import claim_directory
 from elixir_tools.watch.control import Signals
 from tests.state.test_checkpoint_files import left_by_the_dead
+from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of, text_of
 from tests.tools.train.test_train import config_of
@@ -149,6 +150,6 @@ def test_clean_takes_what_the_dead_have_left_and_nothing_else(
     names: Callable[[Path], list[str]] = lambda path: sorted(entry.name for entry in path.iterdir())  # noqa: E731
     assert names(alive) == [".lock", "config.yaml", "metrics.jsonl", "notes.part", "summary.json.part"]
     assert names(dead) == [".lock", "checkpoints", "config.yaml", "metrics.jsonl", "notes.part"]
-    assert not names(half.parent) and all(path.exists() for path in foreign)
+    assert not names(half.parent) and every(path.exists() for path in foreign)
     claim.release()
     assert main(["clean", str(tmp_path / "nowhere")]) == 2

@@ -21,6 +21,7 @@ from elixir_moe.hf.import_quantized import check_layers, import_quantized
 from elixir_moe.quantized.packed import packed_parameters
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, SIZES, base, optimizer_of, steps
 from tests.support.cases import placed, with_further
+from tests.support.every import every, same_tensors
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankPool
 
@@ -89,10 +90,12 @@ def test_layers_of_bitsandbytes_are_taken_over(kind: str, world: int, folder: st
         assert losses[0] == pytest.approx(wanted[0], abs=0.0 if world == 1 else LOSS_TOLERANCE)
         if world == 1 and "bf16" not in kind:  # where updates meet weights of 16 bits, an ulp of them is another path
             assert losses == pytest.approx(wanted, abs=LOSS_TOLERANCE)
-            assert all(torch.allclose(state[key], value, atol=3 * ADAPTER_TOLERANCE) for key, value in trained.items())
+            assert every(
+                torch.allclose(state[key], value, atol=3 * ADAPTER_TOLERANCE) for key, value in trained.items()
+            )
         for name, (others, values, exact) in found.items():
             assert others == losses, name
-            assert all(torch.equal(value, state[key]) for key, value in values.items()), name
+            assert same_tensors(state, values), name
             assert exact, f"{name}: the plan's host bytes are not those held"
 
 

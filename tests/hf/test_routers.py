@@ -16,6 +16,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.hf.routers import Routers, _sent, busiest, load_table
 from tests.hf.test_trainer import data, launched, mixture
 from tests.support.cases import with_further
+from tests.support.every import every, same_tensors
 from tests.support.hf_cases import FAMILIES
 from tests.support.ranks import RankPool
 
@@ -81,7 +82,7 @@ def test_loads_and_biases_do_not_depend_on_ranks_and_micro_batches(
         assert [{n: c.tolist() for n, c in found.items()} for found in other] == [
             {n: c.tolist() for n, c in found.items()} for found in loads
         ]
-        assert all(torch.equal(theirs[name], bias) for name, bias in biases.items())
+        assert same_tensors(theirs, biases)
 
 
 def test_a_checkpoint_within_a_checkpoint_counts_each_token_once() -> None:
@@ -230,7 +231,7 @@ def counted(name: str) -> dict[str, tuple[list[int], list[int]]]:
     optimizer.step()
     routers.step()
     optimizer.close()
-    assert all(logits.dtype is torch.float32 for logits in said.values())
+    assert every(logits.dtype is torch.float32 for logits in said.values())
     assert {state.dtype for state in handed} == ({torch.float32} if name == "zaya" else set())
     columns = slice(4 if name == "zaya" else None)  # a bias of -1 speaks against ZAYA's fifth, which takes no token
     chosen = {

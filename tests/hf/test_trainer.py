@@ -15,6 +15,7 @@ import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from tests.optim.test_modes import ScheduleFree
 from tests.state.test_huggingface import run_example
+from tests.support.every import every
 from tests.support.hf_cases import forget_accelerate
 from tests.support.ranks import RankPool
 
@@ -593,7 +594,7 @@ def broken(folder: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
 
 def test_a_backward_that_fails_behind_updates_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ((said, (wanted, found)),) = ranks(1).run(broken, str(tmp_path))
-    assert all("a backward failed" in text and "go on from a checkpoint (em.load)" in text for text in said), said
+    assert every("a backward failed" in text and "go on from a checkpoint (em.load)" in text for text in said), said
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
@@ -686,7 +687,7 @@ def test_parameters_show_bf16_and_masters_are_fp32(ranks: Ranks, tmp_path: Path)
         assert torch.equal(shown, master.bfloat16())
     assert any(torch.equal(shown, before.bfloat16()) for before, shown, _ in found.values()), "a small step is hidden"
     (found,) = ranks(1).run(shown_after_small_steps, str(tmp_path), wrap={"compute_dtype": torch.float32})
-    assert all(torch.equal(shown, master) for _, shown, master in found.values())
+    assert every(torch.equal(shown, master) for _, shown, master in found.values())
 
 
 def before_train(folder: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from elixir_moe.chunks.param_spec import Precision, StateArray
 from elixir_moe.memory import direct_file
 from elixir_moe.memory.disk import DiskStore
 from tests.support.cases import with_further
+from tests.support.every import every, same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -254,7 +255,7 @@ def test_not_a_bit_differs_from_host_memory(
     found = ranks(world).run(train, on_disk, dtype, accumulation)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours["norms"] == theirs["norms"]
-        assert all(torch.equal(ours["state"][name], value) for name, value in theirs["state"].items())
+        assert same_tensors(ours["state"], theirs["state"])
         assert "disk" in ours["tiers"] and "disk" not in theirs["tiers"]
         size = ours["size"]
         sums = size.accumulator_bytes if accumulation > 1 else dict.fromkeys(size.accumulator_bytes, 0)
@@ -341,4 +342,4 @@ def test_the_default_dtype_is_nothing_to_masters_on_disk(dtype: torch.dtype, tmp
     finally:
         torch.set_default_dtype(torch.float32)
     optimizer.close()
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in before.items())
+    assert every(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in before.items())

@@ -15,6 +15,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk_values import ValuesElements, ValuesFile
 from tests.support.adapter_cases import WIDTH, build
 from tests.support.cases import with_further
+from tests.support.every import same_tensors
 from tests.support.parity import trained
 from tests.support.ranks import RankPool
 
@@ -167,7 +168,7 @@ def test_frozen_weights_on_disk_train_to_the_same_bits(
 ) -> None:
     wanted, found = (ranks(world).run(run, on_disk, dtype, str(tmp_path), devices)[0] for on_disk in (False, True))
     assert found["norms"] == wanted["norms"]
-    assert all(torch.equal(value, wanted["state"][name]) for name, value in found["state"].items())
+    assert same_tensors(wanted["state"], found["state"])
 
 
 def saved(folder: str) -> list[dict[str, Tensor]]:
@@ -190,7 +191,7 @@ def saved(folder: str) -> list[dict[str, Tensor]]:
 def test_a_checkpoint_has_the_frozen_weights(ranks: Ranks, tmp_path: Path) -> None:
     for wanted, *loaded in ranks(2).run(saved, str(tmp_path)):
         for state in loaded:
-            assert all(torch.equal(value, wanted[name]) for name, value in state.items())
+            assert same_tensors(wanted, state)
 
 
 def failing(folder: str) -> tuple[str, list[float]]:

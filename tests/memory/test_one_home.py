@@ -19,6 +19,7 @@ import elixir_moe as em
 from elixir_moe.memory.host_mapping import HostMapping, SharedFile
 from tests.support.adapter_cases import WIDTH, Adapted, build
 from tests.support.cases import with_further
+from tests.support.every import every, same_tensors
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 from tests.support.shared_memory import holders, named
@@ -134,8 +135,8 @@ def test_shared_weights_train_to_the_same_bits_without_a_gather(
     wanted, found = (ranks(world).run(run, shared, dtype, packed, 5) for shared in (False, True))
     for scattered, one in zip(wanted, found, strict=True):
         assert one["norms"] == scattered["norms"]
-        assert all(torch.equal(value, scattered["state"][name]) for name, value in one["state"].items())
-        assert all(one["shared"]) == (world > 1), "one rank shares with nobody"
+        assert same_tensors(scattered["state"], one["state"])
+        assert every(one["shared"]) == (world > 1), "one rank shares with nobody"
         assert not any("frozen" in group for group in one["sent"]), "adapters alone go through process groups"
         assert one["sent"] == {group: n for group, n in scattered["sent"].items() if "frozen" not in group}
         assert any("frozen" in group for group in scattered["sent"]) == (world > 1)
@@ -211,7 +212,7 @@ def writes() -> list[str]:
 
 def test_writes_to_shared_weights_are_refused_by_name(ranks: Ranks) -> None:
     for said in ranks(2).run(writes):
-        assert all("'1.base.weight'" in text and "shared_frozen=False" in text for text in said)
+        assert every("'1.base.weight'" in text and "shared_frozen=False" in text for text in said)
 
 
 def saved(folder: str) -> list[dict[str, Tensor]]:
@@ -236,7 +237,7 @@ def saved(folder: str) -> list[dict[str, Tensor]]:
 def test_checkpoints_are_those_of_scattered_weights(ranks: Ranks, tmp_path: Path) -> None:
     for wanted, *loaded in ranks(2).run(saved, str(tmp_path)):
         for state in loaded:
-            assert all(torch.equal(value, wanted[name]) for name, value in state.items())
+            assert same_tensors(wanted, state)
     files = [{f.name: f.stat().st_size for f in (tmp_path / name).glob("*.safetensors")} for name in "ab"]
     assert files[0] == files[1]
 

@@ -21,6 +21,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import elixir_moe as em
 from elixir_moe.hf.fused_experts import FusedExperts, is_fused_experts
+from tests.support.every import every
 from tests.support.hf_cases import FAMILIES, ids
 
 E, D, H, T, K, R = 6, 64, 128, 40, 2, 4
@@ -79,7 +80,7 @@ def gradients(model: nn.Module, checkpointed: bool = False) -> dict[str, Tensor]
     out = checkpoint(model, *inputs, use_reentrant=False) if checkpointed else model(*inputs)
     out.square().sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(grad is not None for grad in found.values())
+    assert every(grad is not None for grad in found.values())
     return {**found, "out": out.detach(), "tokens": inputs[0].grad, "weights": inputs[2].grad}
 
 

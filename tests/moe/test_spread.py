@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.hf.fused_experts import FusedExperts
 from tests.support.cases import with_further
+from tests.support.every import same_tensors
 from tests.support.hf_cases import FAMILIES, VOCAB, ids
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, trained
 from tests.support.ranks import RankPool
@@ -189,9 +190,9 @@ def test_checkpoints_and_folders_have_all_experts(ranks: Ranks, tmp_path: Path) 
     for some in states:
         for state in some:
             assert state.keys() == wanted.keys()
-            assert all(torch.equal(state[name], value) for name, value in wanted.items())
+            assert same_tensors(state, wanted)
     plain: Any = type(FAMILIES["qwen3-moe"].build()).from_pretrained(tmp_path / "weights")
-    assert all(torch.equal(value, wanted[name]) for name, value in plain.state_dict().items())
+    assert same_tensors(wanted, plain.state_dict())
 
 
 def saved_and_read(folder: str) -> list[dict[str, Tensor]]:
@@ -310,7 +311,7 @@ def test_spread_experts_are_drawn_alike(ranks: Ranks) -> None:
     torch.manual_seed(7)
     wanted = FAMILIES["qwen3-moe"].build().state_dict()
     for found in ranks(2).run(drawn):
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert same_tensors(found, wanted)
     assert len(wanted["lm_head.weight"]) == VOCAB
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -149,7 +150,7 @@ def raised(call: Callable[[], Any], *words: str) -> str:
     """The message of the error that `call` raises, which must have these words."""
     with pytest.raises(em.ElixirError) as caught:
         call()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert every(word in str(caught.value) for word in words), str(caught.value)
     return str(caught.value)
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
 from elixir_tools.models.gpt import GPT, GPTConfig, gpt_patterns, lm_loss
+from tests.support.every import every, same_tensors
 from tests.support.parity import ROWS, TOLERANCE, make_optimizer, mesh_of_world, tokens
 from tests.support.ranks import RankPool
 
@@ -158,7 +159,7 @@ def clip_what_is_foreign_to_one_rank() -> list[str]:
 
 def test_a_parameter_that_is_foreign_to_one_rank_is_told_to_all(ranks: Ranks) -> None:
     for said in ranks(2).run(clip_what_is_foreign_to_one_rank):
-        assert all("1 of 1 parameters are not those of the wrapped model" in text for text in said)
+        assert every("1 of 1 parameters are not those of the wrapped model" in text for text in said)
 
 
 def test_ranks_that_clip_different_parameters(ranks: Ranks) -> None:
@@ -340,7 +341,7 @@ def step_of_stages() -> str:
 
 def test_no_stage_steps_if_ranks_of_another_have_parted(ranks: Ranks) -> None:
     *first, third, fourth = ranks(4).run(step_of_stages)
-    assert all("[0]['lr'] is 0.001 on rank 0, 0.1 on rank 1" in said for said in first)
+    assert every("[0]['lr'] is 0.001 on rank 0, 0.1 on rank 1" in said for said in first)
     assert third == fourth and "another pipeline stage" in third
 
 
@@ -405,7 +406,7 @@ def test_what_is_not_finite_is_not_hidden_by_clipping(pair: Any) -> None:
     with pytest.raises(em.ElixirError, match="global gradient norm is"):
         optimizer.step()
     optimizer.zero_grad()
-    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model).items())
+    assert same_tensors(before, em.full_state_dict(model))
 
 
 class Largest(TorchDispatchMode):
@@ -463,7 +464,7 @@ def test_an_infinite_limit_clips_nothing_at_any_time(pair: Any) -> None:
         model(torch.ones(2, 8)).sum().backward()
         before = optimizer.grad_norms()
         optimizer.clip_grad_value_(float("inf"))
-        assert optimizer.grad_norms() == before and all(norm > 0 for norm in before.values())
+        assert optimizer.grad_norms() == before and every(norm > 0 for norm in before.values())
     optimizer.step()
 
 

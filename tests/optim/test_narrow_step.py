@@ -18,6 +18,7 @@ from elixir_moe import _native, kernels
 from elixir_moe.kernels import CODE_BLOCK, Rounding, decode, encode, narrow_step, windows
 from tests.optim.test_adam import ISAS, SETTINGS, VARIANTS
 from tests.support.cases import with_further
+from tests.support.every import every
 
 BF16, FP32, CODES = torch.bfloat16, torch.float32, torch.uint8
 KINDS = [(BF16, CODES), (BF16, BF16), (BF16, FP32), (FP32, CODES), (FP32, BF16)]
@@ -198,7 +199,7 @@ def test_instruction_sets_threads_and_cuts_give_the_same_bits(weight: torch.dtyp
                 part.native(grad[start:stop], None, rounding, isa, threads, step=step)
         found.append(state.raw())
     for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+        assert every(map(torch.equal, found[0], other))
 
 
 @pytest.mark.parametrize("weight, moments", KINDS)
@@ -217,13 +218,13 @@ def test_torchs_operators_are_the_native_kernel(
             with monkeypatch.context() as patch:
                 patch.setattr(kernels, "_native", native)
                 narrow_step(state.weight, state.m, state.v, grad, None, rounding, **settings)
-        assert all(map(torch.equal, states[0].raw(), states[1].raw()))
+        assert every(map(torch.equal, states[0].raw(), states[1].raw()))
         before = states[1].raw()
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "_native", None)
             skip = torch.ones(())
             narrow_step(states[1].weight, states[1].m, states[1].v, grad, None, rounding, skip=skip, **settings)
-        assert all(map(torch.equal, before, states[1].raw()))
+        assert every(map(torch.equal, before, states[1].raw()))
 
 
 # ----------------------------------------------------------------------------------------------------------- the codes

@@ -13,6 +13,7 @@ from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.parallel.rules import annotate, pattern_of
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -56,7 +57,7 @@ class TestRankMesh:
             for axes in itertools.combinations(("edp", "ep", "tp"), n):
                 parts = {frozenset(expert(rank).ranks_along(axes)) for rank in range(8)}
                 assert sorted(r for part in parts for r in part) == list(range(8))
-                assert all(len(part) == 2**n for part in parts)
+                assert every(len(part) == 2**n for part in parts)
 
     def test_the_ranks_need_not_count_from_zero(self) -> None:
         some = RankMesh(axes=("dp", "tp"), sizes=(2, 2), ranks=(9, 4, 7, 2), rank=7)
@@ -297,8 +298,8 @@ class TestAnnotate:
         model = Model()
         with pytest.raises(LayoutError) as caught:
             annotate(model, rules)
-        assert all(message in str(caught.value) for message in messages), caught.value
-        assert all(pattern_of(p) is None for p in model.parameters()), "a failed annotate leaves nothing behind"
+        assert every(message in str(caught.value) for message in messages), caught.value
+        assert every(pattern_of(p) is None for p in model.parameters()), "a failed annotate leaves nothing behind"
 
     @pytest.mark.parametrize(
         ("model", "rules", "message"),

@@ -31,6 +31,7 @@ from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from elixir_tools.train.config import PlanConfig
 from tests.chunks.test_plan import storages_of
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.hf_cases import LLAMA, Family
 from tests.support.parity import compare, make_optimizer, mesh_of_world, plain, run, tokens
 from tests.support.ranks import RankPool
@@ -436,7 +437,7 @@ def measured_on_hosts(hosts: list[str]) -> Hardware:
 @pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b", "b"], ["b", "a", "b", "a"]], ids="".join)
 def test_several_hosts_are_measured(hosts: list[str], ranks: Ranks) -> None:
     each, *others = ranks(len(hosts)).run(measured_on_hosts, hosts)
-    assert all(other == each for other in others)
+    assert every(other == each for other in others)
     assert each.gpus_per_node == len(hosts) // 2 and each.node_bandwidth is not None
     assert (len(hosts) // 2 in each.by_gpus) and (each.by_gpus[each.gpus_per_node].b_g2g is None) == (len(hosts) == 2)
 

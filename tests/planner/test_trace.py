@@ -25,6 +25,7 @@ from elixir_moe.torch_private import FLASH_ON_CPU
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import rounds_asked, with_further
+from tests.support.every import every
 from tests.support.hf_cases import LLAMA, Family
 from tests.support.parity import mesh_of_world
 from tests.support.ranks import RankPool
@@ -200,11 +201,11 @@ def test_the_model_is_given_back_as_it_was() -> None:
     sample, state = batch(), torch.get_rng_state()
     trace(model, lm_loss, sample, compute_dtype=torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(model.get_parameter(name) is p and torch.equal(p, values[name]) for name, p in before.items())
-    assert all(p.grad is None for p in model.parameters())
+    assert every(model.get_parameter(name) is p and torch.equal(p, values[name]) for name, p in before.items())
+    assert every(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     mixtures = [m for m in model.modules() if hasattr(m, "tokens_per_expert")]
-    assert all(m.tokens_per_expert is c for m, c in zip(mixtures, counts, strict=True))
+    assert every(m.tokens_per_expert is c for m, c in zip(mixtures, counts, strict=True))
 
 
 class HearsItself(nn.Module):

@@ -13,6 +13,7 @@ from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.parallel.tiles import Tile, tile_of
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.modules import QuantizedLinear
+from tests.support.every import every
 
 NAMES = list(SCHEMES)
 
@@ -78,7 +79,7 @@ def test_the_choice_by_default_is_frozen_weights_in_blocks() -> None:
     assert {name for name, p in m.named_parameters() if p.dtype == torch.uint8} == {
         f"blocks.{i}.{name}.weight{part}" for i in range(2) for name in ("up", "down") for part in ("", "_scales")
     }
-    assert all(not p.requires_grad for p in m.parameters() if p.dtype == torch.uint8)
+    assert every(not p.requires_grad for p in m.parameters() if p.dtype == torch.uint8)
     assert m.blocks[0].up.bias.dtype == torch.float32
 
 

@@ -27,6 +27,7 @@ from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.modules import QuantizedExperts
 from elixir_moe.quantized.packed import packed_parameters
 from tests.support.cases import placed, with_further
+from tests.support.every import every, same_tensors
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankPool
 
@@ -127,7 +128,7 @@ def test_the_oracle_is_met_on_one_rank(ranks: Ranks) -> None:
         ((found, state),) = ranks(1).run(run, family, scheme, PLANS["offload"])
         assert found[0] == wanted[0]
         assert found == pytest.approx(wanted, abs=LOSS_TOLERANCE)
-        assert all(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+        assert every(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -141,10 +142,10 @@ def test_plans_agree_to_the_bit(scheme: str, world: int, ranks: Ranks) -> None:
             # gloo's all-reduce under ddp sums more than two ranks in another order than a scattered reduction
             first = found.setdefault(plan.scatter or world < 3, (losses, state))
             assert losses == first[0], name
-            assert all(torch.equal(value, first[1][key]) for key, value in state.items()), name
+            assert same_tensors(first[1], state), name
     for losses, state in found.values():
         assert losses == pytest.approx(wanted, abs=LOSS_TOLERANCE)
-        assert all(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+        assert every(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16])
@@ -350,7 +351,7 @@ def test_tiles_are_quantized_one_by_one(ranks: Ranks) -> None:
     whole, *others = ranks(1).run(tiled_beside_whole)[0]
     for losses, state, _ in others:
         assert whole[1].keys() == state.keys()
-        assert all(torch.equal(value, state[name]) for name, value in whole[1].items())
+        assert same_tensors(state, whole[1])
         assert losses == pytest.approx(whole[0], abs=LOSS_TOLERANCE)
     (_, _, blocks), (_, _, in_regions) = others
     assert in_regions <= blocks + 1, "backward reads tiles anew: a region that runs again need not hold all of them"

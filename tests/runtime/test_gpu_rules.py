@@ -45,6 +45,7 @@ from elixir_moe.wrapping.materialize import _Sources
 from elixir_moe.wrapping.weight_transfer import WeightTransfer
 from elixir_tools.models.gpt import _joined
 from elixir_tools.train.training import Training
+from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import settings_of
 
@@ -242,7 +243,7 @@ def test_squares_that_are_tensors_make_the_norm(backwards: int) -> None:
     for _ in range(backwards):
         for one in (model, plain):
             one(torch.ones(2, 4)).square().mean().backward()
-    assert all(isinstance(shard.squares, torch.Tensor) == (backwards == 1) for shard in shards)
+    assert every(isinstance(shard.squares, torch.Tensor) == (backwards == 1) for shard in shards)
     norm = optimizer.clip_grad_norm_(1.0)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0), rtol=1e-6, atol=0)
     optimizer.close()
@@ -442,7 +443,7 @@ def test_a_default_device_of_the_user_changes_nothing(ranks: Callable[[int], Ran
     wanted = ranks(2).run(train_as_ever, str(tmp_path / "ever"))
     found = ranks(2).run(train_where_tensors_are_made_elsewhere, str(tmp_path / "elsewhere"))
     for one, other in zip(wanted, found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert every(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +457,7 @@ def test_what_never_leaves_the_host_is_not_page_locked(monkeypatch: pytest.Monke
     ]
     shards = build_shards([(spec, Tier.HOST) for spec in specs], torch.device("cuda"))
     assert sorted(locked) == [64 * 2, 64 * 4 + 64 * 4]
-    assert all(shard.master is not None for shard in shards)
+    assert every(shard.master is not None for shard in shards)
 
 
 def test_a_thread_that_saves_works_on_the_gpu_of_its_rank(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +506,7 @@ def gathered_bytes() -> bool:
 
 
 def test_a_gather_moves_bytes_of_any_dtype(ranks: Callable[[int], RankPool]) -> None:
-    assert all(ranks(2).run(gathered_bytes))
+    assert every(ranks(2).run(gathered_bytes))
 
 
 def test_counts_of_a_layer_that_has_not_run_join_those_on_a_gpu() -> None:
@@ -553,8 +554,8 @@ def test_ranks_that_are_out_of_step_stop(ranks: Callable[[int], RankPool]) -> No
     for tagged, in_step, *said in ranks(2).run(out_of_step):
         assert (tagged, in_step) == ("[]", "[2, 2]")
         assert len(said) == 3
-        assert all("more gathers or reductions than others" in text for text in said)
-        assert all(text.endswith("start all ranks again, from the latest checkpoint") for text in said)
+        assert every("more gathers or reductions than others" in text for text in said)
+        assert every(text.endswith("start all ranks again, from the latest checkpoint") for text in said)
 
 
 class Started(Exception):  # noqa: N818 (no error: what a test waits for)

@@ -17,6 +17,7 @@ from elixir_moe.errors import PlanError, TierError
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, lm_loss
 from tests.support.cases import with_further
+from tests.support.every import every, same_tensors
 from tests.support.parity import mesh_of_world, tokens
 from tests.support.ranks import RankPool
 
@@ -107,7 +108,7 @@ def test_no_bit_changes(
     here = ranks(world).run(train, kind, plan, 0, accumulation, dtype)
     for mine, theirs in zip(there, here, strict=True):
         assert mine["losses"] == theirs["losses"]
-        assert all(torch.equal(value, theirs["state"][name]) for name, value in mine["state"].items())
+        assert same_tensors(theirs["state"], mine["state"])
         inputs = 2 * 8 * WIDTH * (4 if dtype is None else 2)
         assert mine["host"] - theirs["host"] == (LAYERS if away == "all" else away) * inputs
 
@@ -185,7 +186,7 @@ def test_two_forwards_wait_and_a_graph_is_gone_through_twice() -> None:
         optimizer.close()
         return list(state.values())
 
-    assert all(torch.equal(a, b) for a, b in zip(run("all"), run(0), strict=True))
+    assert every(torch.equal(a, b) for a, b in zip(run("all"), run(0), strict=True))
 
 
 @pytest.mark.usefixtures("world")

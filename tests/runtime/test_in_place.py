@@ -16,6 +16,7 @@ from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan
+from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -173,11 +174,11 @@ def test_bf16_readers_and_writers_in_place() -> None:
     after = em.full_state_dict(model, all_ranks=True)
     assert after["one.bias"][3] == 5.0
     before["one.bias"][3] = 5.0
-    assert all(torch.equal(before[name], value) for name, value in after.items()), "masters as fine as before"
+    assert same_tensors(before, after), "masters as fine as before"
     model(rows(1).bfloat16()).float().square().mean().backward()
     assert torch.equal(kept, values), "not the gradient"
     optimizer.zero_grad()
-    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert same_tensors(before, em.full_state_dict(model, all_ranks=True))
     assert torch.equal(model.two.weight.detach(), values), "cast anew from the master"
     optimizer.close()
 

@@ -25,6 +25,7 @@ import elixir_moe as em
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.runtime.param_access import ParamAccess, ShardedParameter, Switch
 from tests.runtime.test_habits import D, Net, adamw, mean_square
+from tests.support.every import every, same_tensors
 
 PLANS = {"zero2": em.Plan.zero2(chunk_numel=600), "offload": em.Plan.offload(rcache_blocks=4, chunk_numel=600)}
 Pair = tuple[nn.Module, em.ShardedOptimizer]
@@ -75,7 +76,7 @@ def backward(pair: Pair) -> None:
 
 def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
     model, optimizer = pair
-    assert all(p.grad is None for p in model.parameters()), "none has come yet"
+    assert every(p.grad is None for p in model.parameters()), "none has come yet"
     backward(pair)
     with pytest.raises(em.UsageError, match=r"optimizer\.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -84,7 +85,7 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
         scaler.scale(mean_square(model, rows())).backward()
         scaler.unscale_(optimizer)
     optimizer.step()
-    assert all(p.grad is None for p in model.parameters())
+    assert every(p.grad is None for p in model.parameters())
     backward(pair)
     model.last.bias.grad = torch.ones(D)
     with pytest.raises(em.UsageError, match=r"set by hand.*last\.bias.*call zero_grad"):
@@ -136,7 +137,7 @@ def test_amsgrad_comes_too_late_after_wrap(pair: Pair) -> None:
     model(torch.ones(2, D)).sum().backward()
     with pytest.raises(em.UsageError, match="amsgrad was turned on after wrap"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert same_tensors(before, em.full_state_dict(model, all_ranks=True))
 
 
 def test_the_models_own_zero_grad_forgets_gradients(pair: Pair) -> None:
@@ -160,7 +161,7 @@ def test_a_gradient_behind_the_clipping(pair: Pair, limit: float) -> None:
     for late in (optimizer.step, lambda: optimizer.clip_grad_norm_(limit)):
         with pytest.raises(em.UsageError, match="after clip_grad_norm_"):
             late()
-    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert same_tensors(before, em.full_state_dict(model, all_ranks=True))
     optimizer.zero_grad()
     backward(pair)
     optimizer.clip_grad_norm_(limit)
@@ -213,7 +214,7 @@ def test_a_wrapped_model_stays_what_it_is(pair: Pair, change: str) -> None:
     with pytest.raises(em.UsageError, match=message):
         act(pair[0])
     after = em.full_state_dict(pair[0], all_ranks=True)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same_tensors(before, after)
 
 
 HABITS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
@@ -295,7 +296,7 @@ def test_moving_a_model_to_where_it_is_changes_nothing(pair: Pair) -> None:
     before = em.full_state_dict(pair[0], all_ranks=True)
     pair[0].to("cpu", torch.float32)
     after = em.full_state_dict(pair[0], all_ranks=True)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same_tensors(before, after)
 
 
 def test_a_parameter_says_what_it_is_without_a_gather(pair: Pair) -> None:
@@ -445,7 +446,7 @@ def test_an_interrupted_entry_leaves_no_parameter_unguarded(pair: Pair, monkeypa
         with pytest.raises(KeyboardInterrupt):
             pair[0](rows())
     pair[1].zero_grad()
-    assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
+    assert every(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
 
 
 def test_an_interrupted_forward_leaves_nothing_on_any_stack(pair: Pair) -> None:
@@ -545,7 +546,7 @@ def test_what_is_unsharded_can_be_written_in_any_way(pair: Pair, grad: bool) -> 
     if not any(in_shard):  # where there it is at home
         with pytest.raises(em.UsageError, match=r"last\.bias.*pass write=True"), em.unsharded(bias):
             bias.data.fill_(6.0)
-    assert all(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
+    assert every(isinstance(parameter, ShardedParameter) for parameter in pair[0].parameters())
     backward(pair)
     pair[1].step()
 

@@ -20,6 +20,7 @@ from elixir_moe.chunks.param_spec import takes_narrow_state
 from elixir_moe.kernels import Rounding
 from tests.optim.test_narrow_step import oracle
 from tests.support.cases import placed, with_further
+from tests.support.every import every, same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -256,9 +257,9 @@ def test_a_checkpoint_of_another_precision_is_converted_on_request_only(ranks: R
     (found,) = ranks(1).run(converted, tmp_path / "wide", em.Plan.offload(**narrow))
     (on_disk,) = ranks(1).run(converted, tmp_path / "wide", placed(PLANS["disk"](**narrow)))
     for name, kept in found.items():
-        assert all(torch.equal(on_disk[name][key], value) for key, value in kept.items())
+        assert same_tensors(on_disk[name], kept)
         if name.startswith("head") or name.endswith("bias"):
-            assert all(torch.equal(kept[key], value) for key, value in wide[name].items())
+            assert same_tensors(kept, wide[name])
             continue
         assert torch.equal(kept["weight"], wide[name]["weight"].to(BF16))
         assert torch.equal(kept["exp_avg_sq"] > 0, wide[name]["exp_avg_sq"] > 0)
@@ -269,7 +270,7 @@ def test_a_checkpoint_of_another_precision_is_converted_on_request_only(ranks: R
     (kept,) = ranks(1).run(converted, tmp_path / "narrow", em.Plan.zero3(**narrow))
     (back,) = ranks(1).run(converted, tmp_path / "narrow", em.Plan.zero3())
     for name, values in kept.items():
-        assert all(torch.equal(back[name][key], value.float()) for key, value in values.items())
+        assert every(torch.equal(back[name][key], value.float()) for key, value in values.items())
 
 
 def earlier_coding(load: Path, convert: bool) -> str:
@@ -484,4 +485,4 @@ def test_a_tile_inside_a_block_is_refused_by_name(ranks: Ranks) -> None:
         assert words in error
     (whole,) = ranks(1).run(of_product, None, {"master": "bf16", "moments": "bf16"})
     (found,) = ranks(1).run(of_product, 2 * 3 * 96, {"master": "bf16", "moments": "bf16"})
-    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    assert same_tensors(found, whole)

@@ -17,6 +17,7 @@ from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.phase import CLOSED
 from tests.lanes.late import issue_in_order
 from tests.support.cases import placed
+from tests.support.every import every, same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -231,7 +232,7 @@ def weights_after(plan: em.Plan, beside: bool) -> dict[str, Tensor]:
 def test_updates_beside_training_change_no_bit(ranks: Ranks) -> None:
     for plan in (em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK), em.Plan.offload(rcache_blocks="all")):
         for beside, serial in zip(*(ranks(2).run(weights_after, plan, b) for b in (True, False)), strict=True):
-            assert all(torch.equal(beside[name], serial[name]) for name in serial)
+            assert same_tensors(beside, serial)
 
 
 def fails(chunk: Any, *args: Any) -> Callable[[], None]:
@@ -292,7 +293,9 @@ def test_an_interrupt_while_an_update_is_waited_for(
         optimizer.zero_grad()
     em.load(tmp_path / "before", model, optimizer)
     take_step(model, optimizer, 3)
-    assert all(torch.equal(value, expected[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert every(
+        torch.equal(value, expected[name]) for name, value in em.full_state_dict(model, all_ranks=True).items()
+    )
     seen = model(torch.ones(1, D))
     optimizer.close()
     plain = Stack()

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import elixir_moe as em
 from elixir_moe.errors import ElixirError, UsageError
 from tests.support.cases import placed, with_further, worlds_in_turn
+from tests.support.every import same_tensors
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
 
@@ -350,7 +351,7 @@ def test_what_changes_nothing_costs_no_precision(suffix: str, plans: tuple[str, 
     for with_none, with_one in zip(wanted, found, strict=True):
         for plan, result in with_none.items():
             assert with_one[plan]["norms"] == result["norms"], plan
-            assert all(torch.equal(with_one[plan]["state"][k], value) for k, value in result["state"].items()), plan
+            assert same_tensors(with_one[plan]["state"], result["state"]), plan
 
 
 @pytest.fixture
@@ -387,9 +388,9 @@ def test_files_have_the_names_of_wrap(tmp_path: Path) -> None:
     em.load(tmp_path / "checkpoint", other, optimizer)
     found = em.full_state_dict(other, all_ranks=True)
     optimizer.close()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert same_tensors(found, state)
     plain = load_file(tmp_path / "folder" / "model.safetensors")
-    assert plain.keys() == state.keys() and all(torch.equal(plain[name], value) for name, value in state.items())
+    assert same_tensors(plain, state)
 
 
 @pytest.mark.usefixtures("alone")
@@ -439,7 +440,7 @@ def test_a_parameter_keeps_its_shape_and_is_set_to_tensors_alone() -> None:
         weight.set_()
     with torch.no_grad(), pytest.raises(UsageError, match=r"set_.*copy_"):
         weight.set_(torch.zeros(D * D).untyped_storage(), 0, (D, D))
-    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert same_tensors(before, em.full_state_dict(model, all_ranks=True))
     with torch.no_grad():
         assert weight.set_(weight) is weight and weight.set_(torch.ones(D, D)) is weight
     assert torch.equal(em.full_state_dict(model, all_ranks=True)["first.weight"], torch.ones(D, D))

@@ -17,6 +17,7 @@ from elixir_moe.planner.repeat import cuts_of
 from elixir_moe.planner.trace import trace
 from tests.runtime.test_habits import D, Guests, Layer, Net, ReadElsewhere, mean_square, with_penalty
 from tests.support.cases import least_said, rounds_asked
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -166,7 +167,7 @@ def test_a_step_that_reads_values_tells_of_its_reads_too() -> None:
     with pytest.raises(em.PlanError) as error:
         wrapped(model, 4, 1024, step)
     assert least_said(error.value) == 5
-    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert every(type(p) is nn.Parameter for p in model.parameters())
     model, optimizer = wrapped(model, 5, 1024, step)
     step(model, rows_for(model)).backward()
     optimizer.step()

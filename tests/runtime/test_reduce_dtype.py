@@ -18,6 +18,7 @@ from elixir_moe.chunks.ledger import footprint
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_tools.train.config import PlanConfig
 from tests.runtime.test_precision import STEPS, by_hand, loss_of, make_model, make_optimizer
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -62,7 +63,7 @@ def sums(wide: bool) -> dict[str, Any]:
 def test_a_sum_in_fp32_is_rounded_once(ranks: Ranks) -> None:
     """256 + 1 + 1 + 1 is 259, a tie that rounds to the even 260; in bf16 the first of these sums is 256 again."""
     for found in ranks(4).run(sums, True):
-        assert all(total.dtype == BF16 and (total == 260).all() for total in found.values()), found
+        assert every(total.dtype == BF16 and (total == 260).all() for total in found.values()), found
 
 
 def trained(plan: em.Plan, patterned: torch.dtype | None, accumulation: int) -> dict[str, Any]:

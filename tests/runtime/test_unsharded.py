@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from tests.runtime.test_habits import D, Net, adamw, mean_square
+from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -103,6 +104,6 @@ def test_a_write_of_one_rank_alone_is_an_error_of_all(plan: str, ranks: Ranks) -
         for said in found["said"]:
             assert "'last.bias'" in said and "every rank must write the same values" in said
         if plan != "ddp":
-            assert all(torch.equal(found["after"][name], value) for name, value in found["before"].items())
+            assert same_tensors(found["after"], found["before"])
         assert not torch.equal(found["trained"]["last.bias"], found["before"]["last.bias"])
     torch.testing.assert_close(both[0]["trained"], both[1]["trained"], rtol=0, atol=0)

@@ -25,6 +25,7 @@ from elixir_moe.runtime.phase import CLOSED
 from elixir_moe.runtime.units import find_parts, registered_forward
 from tests.runtime.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused, adamw, mean_square
 from tests.support.cases import least_said
+from tests.support.every import every, same_tensors
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -72,7 +73,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
         mean_square(model, rows()).backward()
     assert torch.equal(model.first.weight.detach(), before["first.weight"])
     optimizer.zero_grad()
-    assert all(isinstance(p, ShardedParameter) for p in model.parameters()), "a failed backward leaves none open"
+    assert every(isinstance(p, ShardedParameter) for p in model.parameters()), "a failed backward leaves none open"
     optimizer.close()
 
 
@@ -186,7 +187,7 @@ def test_same_seed_gives_the_same_bits() -> None:
             optimizer.zero_grad()
         states.append(em.full_state_dict(model, all_ranks=True))
         optimizer.close()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert same_tensors(states[0], states[1])
 
 
 class Reversed(nn.ModuleList):
@@ -396,7 +397,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_is_named() -> None:
     mean_square(model, bad).backward()
     with pytest.raises(em.ElixirError, match=r"first\.weight"):
         optimizer.step()
-    assert all(torch.equal(before[name], value) for name, value in em.full_state_dict(model, all_ranks=True).items())
+    assert same_tensors(before, em.full_state_dict(model, all_ranks=True))
     optimizer.zero_grad()
     mean_square(model, rows()).backward()
     optimizer.step()

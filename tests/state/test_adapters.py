@@ -35,6 +35,7 @@ from elixir_moe.state.checkpoint.storage import read_manifest
 from elixir_moe.state.checkpoint.whole import Whole, export_torch, reshard
 from elixir_moe.wrapping.deferred_init import record_of
 from tests.support.cases import placed, with_further
+from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -281,7 +282,7 @@ def test_a_merge_says_the_whole_way_and_changes_nothing() -> None:
             merge()
     after = em.full_state_dict(model)
     optimizer.close()
-    assert list(after) == list(before) and all(torch.equal(after[name], value) for name, value in before.items())
+    assert list(after) == list(before) and same_tensors(after, before)
 
 
 @pytest.mark.usefixtures("alone")
@@ -537,7 +538,7 @@ def test_a_model_of_any_class_into_which_peft_has_put_adapters_is_saved_whole(tm
     em.save_pretrained(model, tmp_path)
     optimizer.close()
     read = load_file(tmp_path / "model.safetensors")
-    assert read.keys() == wanted.keys() and all(torch.equal(read[key], value) for key, value in wanted.items())
+    assert same_tensors(read, wanted)
 
 
 # --------------------------------------------------------------------------------------------- a base that is not saved
@@ -618,7 +619,7 @@ def test_frozen_parameters_that_are_named_are_in_the_checkpoint(alone: None, tmp
     em.load(tmp_path / "saved", model, optimizer)
     found = em.full_state_dict(model)
     optimizer.close()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert same_tensors(found, wanted)
 
 
 def frozen_hashes(plan: str) -> dict[str, str]:
@@ -676,7 +677,7 @@ def test_another_base_is_refused_and_nothing_has_changed(saved: Path) -> None:
         CheckpointError, match=r"1 of \d+ frozen .*'base_model\.model\.model\.norm\.weight' has the hash"
     ):
         em.load(saved, model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in em.full_state_dict(model).items())
+    assert same_tensors(before, em.full_state_dict(model))
     optimizer.close()
 
 

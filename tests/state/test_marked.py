@@ -21,6 +21,7 @@ from elixir_moe.state.marked import MARK, StagingFolder, partial_of, remove_aban
 from elixir_tools.cli.main import main
 from elixir_tools.report.directory import Claim, is_claimed
 from tests.state.test_checkpoint_files import left_by_the_dead, names_in, write_small
+from tests.support.every import every
 
 
 def at_each_line(modules: tuple[Any, ...], act: Callable[[], Any], also: Callable[[], None]) -> Any:
@@ -143,7 +144,7 @@ def test_exports_and_save_pretrained_leave_foreign_folders_and_what_links_lead_t
     for out, form in (("out", "hf"), ("out.pt", "torch")):
         assert main(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / out), "--format", form]) == 1
         assert f".{out}.partial exists and was not made by elixir_moe" in capsys.readouterr().err
-    assert all(map(untouched, halves)) and (tmp_path / "precious").read_text() == "mine"
+    assert every(map(untouched, halves)) and (tmp_path / "precious").read_text() == "mine"
     for half in halves:
         (half / "app.js").unlink(), (half / "manifest.json").unlink(), half.rmdir()
     left_by_the_dead(tmp_path / "out")

@@ -28,6 +28,7 @@ from elixir_moe.state.safetensors_format import INDEX
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns
 from tests.support.cases import with_further
+from tests.support.every import every, same_tensors
 from tests.support.hf_cases import FAMILIES
 from tests.support.parity import TOLERANCE, make_optimizer, mesh_of_world
 from tests.support.ranks import RankPool
@@ -83,7 +84,7 @@ def test_from_pretrained_reads_what_was_saved(name: str, tmp_path: Path, ranks: 
     index = tmp_path / INDEX
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     assert {path.name for path in tmp_path.glob("*.safetensors")} == files
-    assert all((tmp_path / file).stat().st_size < FILE_BYTES + 20_000 for file in files)
+    assert every((tmp_path / file).stat().st_size < FILE_BYTES + 20_000 for file in files)
     read = getattr(hf, FAMILIES[name].model).from_pretrained(tmp_path).state_dict()
     assert set(read) == set(wanted)
     assert [n for n in wanted if not torch.equal(read[n], wanted[n])] == []
@@ -104,8 +105,7 @@ def experts_saved(folder: Path) -> dict[str, Tensor]:
 def test_slices_of_all_ranks_are_joined(tmp_path: Path, ranks: Ranks) -> None:
     wanted = ranks(2).run(experts_saved, tmp_path)[0]
     found = in_folder(tmp_path)
-    assert found.keys() <= wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert same_tensors(found, {name: wanted[name] for name in found})
     assert set(wanted) - set(found) <= {"head.weight"}, "only tied names are left out"
 
 
@@ -125,7 +125,7 @@ def test_dtensors_are_written_whole(tmp_path: Path, ranks: Ranks) -> None:
     wanted = ranks(2).run(dtensors_saved, tmp_path)[0]
     found = in_folder(tmp_path)
     assert found["0.weight"].shape == (6, 8)
-    assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert same_tensors(found, wanted)
 
 
 def buffer_saved(dtype: torch.dtype, folder: Path) -> str:
@@ -266,7 +266,7 @@ def save_to(folder: Path) -> str:
 
 def test_all_ranks_learn_that_one_cannot_write(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "file").touch()
-    assert all("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
+    assert every("rank 0" in message for message in ranks(2).run(save_to, tmp_path / "file"))
 
 
 class Sometimes(nn.Linear):
@@ -454,7 +454,7 @@ def test_names_of_a_base_model_are_understood(tmp_path: Path, ranks: Ranks) -> N
     model: Any = FAMILIES["gpt2"].build()
     model.transformer.save_pretrained(tmp_path)
     for found in ranks(2).run(base_read, tmp_path):
-        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        assert same_tensors(found, model.state_dict())
 
 
 def refused(folder: Path | None, change: Callable[[nn.Module], None], family: str = "llama") -> tuple[str, str]:

@@ -26,6 +26,7 @@ from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.cases import placed
+from tests.support.every import same_tensors
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankError, RankPool
 
@@ -241,7 +242,7 @@ def test_a_plan_for_a_small_budget_tiles_what_a_folder_has(
         assert (one["tiled"], found["tiled"]) == (False, True)
         assert found["held"] == found["predicted"]
         assert found["losses"] == one["losses"]
-        assert all(torch.equal(value, one["adapters"][name]) for name, value in found["adapters"].items())
+        assert same_tensors(one["adapters"], found["adapters"])
         if scheme is not None:
             assert_decoded(scheme, found["packed"], weights)
 
@@ -311,7 +312,7 @@ def test_linear_layers_in_tiles_and_slices_of_whole_blocks_keep_the_bytes_of_the
     for found, bytes_found in ranks(world).run(layers_read, tmp_path, hidden, way):
         torch.testing.assert_close(found, output)
         assert bytes_found.keys() == packed.keys()
-        assert all(torch.equal(value, packed[name]) for name, value in bytes_found.items())
+        assert same_tensors(packed, bytes_found)
 
 
 @pytest.mark.parametrize(

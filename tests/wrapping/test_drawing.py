@@ -26,6 +26,7 @@ from elixir_moe.wrapping.deferred_init import _Followed, drawn, record_of
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.hf_cases import FAMILIES
 from tests.support.parity import make_optimizer, mesh_of_world
 from tests.support.ranks import RankPool
@@ -388,7 +389,7 @@ def started(build: Callable[[], nn.Module], plan: em.Plan, *, sharded: bool, min
         model = build()
     if isinstance(model, GPT):
         em.annotate(model, gpt_patterns(model))
-    assert all((record_of(p) is not None) == sharded for p in model.parameters())
+    assert every((record_of(p) is not None) == sharded for p in model.parameters())
     model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)
     generator, first = torch.get_rng_state(), em.full_state_dict(model, all_ranks=True)
     rows = torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(dist.get_rank()))

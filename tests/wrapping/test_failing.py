@@ -28,6 +28,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.wrapping.agreement import check_device_memory
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -282,4 +283,4 @@ def describe_on_one_rank() -> str:
 
 
 def test_extra_state_that_one_rank_lacks_is_told_to_all(ranks: Ranks) -> None:
-    assert all("ZeroDivisionError" in said for said in ranks(2).run(describe_on_one_rank))
+    assert every("ZeroDivisionError" in said for said in ranks(2).run(describe_on_one_rank))

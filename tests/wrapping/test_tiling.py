@@ -21,6 +21,7 @@ from elixir_moe.wrapping.tiling import tile_to_fit
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.hf_cases import FAMILIES, ROWS
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, mesh_of_world, tokens, trained
 from tests.support.ranks import RankPool
@@ -277,7 +278,7 @@ def test_tiles_take_the_names_of_their_parameters_in_the_optimizer() -> None:
     assert (whole["params"], whole["param_names"]) == (list(model[1].parameters()), ["weight", "bias"])
     names = [name for name, _ in model[0].named_parameters(prefix="0")]
     assert sorted(tiles["param_names"]) == sorted(names) and len(names) > 2
-    assert all(model.get_parameter(n) is p for n, p in zip(tiles["param_names"], tiles["params"], strict=True))
+    assert every(model.get_parameter(n) is p for n, p in zip(tiles["param_names"], tiles["params"], strict=True))
 
 
 class Region(nn.Sequential):

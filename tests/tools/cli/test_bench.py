@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from benchmarks.run import main as measure
 from elixir_tools.cli.main import main
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.ranks import prepare_server
 
 DISK = "disk"
@@ -68,12 +69,12 @@ def test_a_quick_run_measures_every_row(
             assert row["ratio"] is row["spread"] is row["ours"] is row["theirs"] is None
             continue
         assert number(row["ours"]) and row["ours"] > 0
-        assert len(row["spread"]) == 2 and all(number(value) for value in row["spread"])
+        assert len(row["spread"]) == 2 and every(number(value) for value in row["spread"])
         has_peer = row["peer"] is not None
         assert has_peer == (row["ratio"] is not None) == (row["theirs"] is not None)
     table = path.with_suffix(".md").read_text()
     assert json.loads(printed) == result if as_json else printed == table
-    assert all(f"| {row['name']} |" in table for row in result["rows"])
+    assert every(f"| {row['name']} |" in table for row in result["rows"])
 
 
 @pytest.mark.parametrize(

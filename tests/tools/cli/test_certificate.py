@@ -13,6 +13,7 @@ from elixir_tools.names import PLANS
 from elixir_tools.verify import suite
 from elixir_tools.verify.families import FAMILIES, hashes
 from elixir_tools.verify.training import SEED
+from tests.support.every import every
 
 DOCS = Path(__file__).parents[3] / "docs"
 FACTS = {"versions": {"torch": "2"}, "packages": {}, "commit": "abc"}
@@ -54,7 +55,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fails.clear()
     content, ran = run(file, rows)
     assert ran == [rows[1].name, rows[3].name]
-    assert all(one["ok"] and one["commit"] == "abc" for one in content["rows"])
+    assert every(one["ok"] and one["commit"] == "abc" for one in content["rows"])
     assert len(content["not run"]) == len(suite.rows()) - 4
     assert run(file, rows)[1] == []
     assert run(file, rows[:1], again=True)[1] == [rows[0].name]

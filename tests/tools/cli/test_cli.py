@@ -22,6 +22,7 @@ from elixir_tools.cli.main import main
 from elixir_tools.report import history
 from elixir_tools.train import launch
 from elixir_tools.train.config import TrainConfig
+from tests.support.every import every
 
 SETTINGS = """
 model: {seq_len: 16, n_layers: 2, d_model: 16, n_heads: 2, experts: [0, 2], ep: [1, 2]}
@@ -243,7 +244,7 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
     )
     known = list(records.keys(TrainConfig))
     assert {"run.steps", "model.d_model", "data.paths"} <= {*known}
-    assert all(f" --{key} " in shown for key in known)
+    assert every(f" --{key} " in shown for key in known)
 
 
 def test_env_prints_one_json_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

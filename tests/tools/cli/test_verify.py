@@ -17,6 +17,7 @@ from elixir_tools.verify.peers import _KINDS
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.shrink import changes, shrunk, without_noise
 from elixir_tools.verify.training import labels_counted
+from tests.support.every import every
 
 CASES = "tests.support.verify_cases"
 QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
@@ -38,7 +39,7 @@ def failed(answer: dict[str, Any]) -> dict[str, Any]:
 
 def test_every_name_that_is_offered_has_a_meaning(tmp_path: Path) -> None:
     assert tuple(_KINDS) == PEERS
-    assert all(asked(plan, tmp_path) for plan in PLANS)
+    assert every(asked(plan, tmp_path) for plan in PLANS)
 
 
 def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:

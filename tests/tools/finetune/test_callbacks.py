@@ -14,6 +14,7 @@ from elixir_moe.planner import cost
 from elixir_tools.cli.main import main
 from elixir_tools.finetune.smaller import Step, command_with, smaller, that_fits
 from tests.support.doors import DOORS, LR, STEPS, by_sft
+from tests.support.every import every, same_tensors
 from tests.support.ranks import RankPool
 from tests.tools.finetune.test_finetune import LORA, saved
 
@@ -74,7 +75,7 @@ def test_tokens_of_experts_are_counted_for_the_records(ranks: Ranks, tmp_path: P
     for line in found.metrics:
         tokens = line["tokens_per_second"] * line["step_seconds"]
         assert len(line["tokens_per_expert"]) == 2
-        assert all(sum(counts) == pytest.approx(2 * tokens) for counts in line["tokens_per_expert"].values())
+        assert every(sum(counts) == pytest.approx(2 * tokens) for counts in line["tokens_per_expert"].values())
 
 
 @both_doors
@@ -117,7 +118,7 @@ def test_a_stopped_fine_tuning_resumes_with_the_same_bits_and_records(ranks: Ran
     assert stopped.checkpoints == [3] and not list((tmp_path / "out").glob("*.safetensors"))
     resumed = by_sft(ranks(2), tmp_path, {}, 0, 100, {}, *LORA, "--resume_from_checkpoint", "true")
     again = saved(tmp_path / "out")
-    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert same_tensors(weights, again)
     assert [kind for kind, _ in resumed.events] == ["stopped", "resumed"] and resumed.status["state"] == "done"
     for name in ("step", "loss", "grad_norm", "lr"):
         assert [line[name] for line in resumed.metrics] == [line[name] for line in unbroken.metrics], name
@@ -135,7 +136,7 @@ def test_a_run_of_trl_has_the_records_of_a_report(ranks: Ranks, tmp_path: Path) 
     story = history.story(tmp_path / "out")
     assert story.planned_bytes["host"]["shards"] > 0 and story.profiled_step == 2 and story.spans
     whole = {tier: sum(kinds.values()) for tier, kinds in story.planned_bytes.items()}
-    assert all(line["planned_bytes"] == whole and line["held_bytes"].keys() == whole.keys() for line in found.metrics)
+    assert every(line["planned_bytes"] == whole and line["held_bytes"].keys() == whole.keys() for line in found.metrics)
     page.write(tmp_path / "page.html", [story])
 
 

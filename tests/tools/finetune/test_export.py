@@ -18,6 +18,7 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_tools.cli.main import main
 from elixir_tools.finetune import export as exporting
 from elixir_tools.finetune.export import export
+from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
 from tests.tools.finetune.test_finetune import by_command, folder_of, in_words
 
@@ -71,7 +72,7 @@ def test_adapters_are_written_from_sharded_state_alone(tuned: Path, tmp_path: Pa
     told = export(tmp_path, tmp_path / "adapter")
     assert told.source == str(tmp_path / "checkpoint-2"), "the last checkpoint of a run that was stopped"
     found, wanted = load_file(tmp_path / "adapter" / WEIGHTS), load_file(tuned / "out/checkpoint-2" / WEIGHTS)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert same_tensors(found, wanted)
     assert torch.equal(
         by_peft(tuned / "model", tmp_path / "adapter"), by_peft(tuned / "model", tuned / "out/checkpoint-2")
     )

@@ -22,6 +22,7 @@ from elixir_tools.watch.control import Signals
 from tests.hf.test_other_trainers import column
 from tests.hf.test_other_trainers import tokenizer as words_tokenizer
 from tests.hf.test_trainer import launched
+from tests.support.every import every, same_tensors
 from tests.support.hf_cases import forget_accelerate
 from tests.support.ranks import RankPool
 
@@ -153,7 +154,7 @@ def test_words_come_from_a_file_too(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"plan": "zero3", **settings}))
     ranks(1).run(by_command, "sft", ["--config", str(tmp_path / "recipe.yaml"), *words], tmp_path / "file")
     first, second = saved(tmp_path / "words"), saved(tmp_path / "file")
-    assert first.keys() == second.keys() and first and all(torch.equal(first[name], second[name]) for name in first)
+    assert same_tensors(first, second)
 
 
 def test_a_base_in_four_bits_and_adapters_on_experts_spread_over_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -169,10 +170,10 @@ def test_a_base_in_four_bits_and_adapters_on_experts_spread_over_ranks(ranks: Ra
         losses[name] = ranks(world).run(by_command, "sft", [*words, *experts, *more], tmp_path / name)[0]
     one, same, spread = (saved(tmp_path / name) for name in ("one", "same", "spread"))
     assert one.keys() == same.keys() == spread.keys() and any("experts" in name for name in one)
-    assert all(torch.equal(same[name], expected) for name, expected in one.items())
+    assert same_tensors(same, one)
     # Two ranks add gradients in another order, and Adam moves even the smallest one by the whole rate.
     assert losses["spread"] == pytest.approx(losses["one"], rel=1e-5) and len(losses["one"]) == 3
-    assert all((spread[name] - expected).abs().mean() < 1e-5 for name, expected in one.items())
+    assert every((spread[name] - expected).abs().mean() < 1e-5 for name, expected in one.items())
 
 
 def test_tiles_train_as_whole_layers_and_a_head_in_tiles_is_refused(ranks: Ranks, tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_a_wrong_word_is_answered(words: list[str], named: list[str]) -> None:
 
     with pytest.raises(ConfigError) as caught:
         parse("sft", ["--use_cpu", "true", "--bf16", "false", "--output_dir", "out", *words])
-    assert all(name in str(caught.value) for name in named), caught.value
+    assert every(name in str(caught.value) for name in named), caught.value
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_a_missing_model_or_data_set_is_named(
     words = [word for name, value in given.items() if value is not None for word in (name, value)]
     with pytest.raises(ConfigError) as caught:
         finetune(parse("sft", [*words, *in_words(1), "--output_dir", str(tmp_path / "out")]))
-    assert all(name in str(caught.value) for name in named), caught.value
+    assert every(name in str(caught.value) for name in named), caught.value
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_adapters_on_experts_have_no_dropout_by_default() -> None:
 def test_help_has_our_words_and_trls(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("--nproc", "--plan_disk", "--quantize", "--num_train_epochs", "--lora_r"))
+    assert every(word in shown for word in ("--nproc", "--plan_disk", "--quantize", "--num_train_epochs", "--lora_r"))
 
 
 @pytest.mark.parametrize(

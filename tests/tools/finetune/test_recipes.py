@@ -13,6 +13,7 @@ import torch
 
 from elixir_tools.verify.shrink import shrunk
 from tests.state.test_shipped import shipped
+from tests.support.every import every
 from tests.support.hf_folders import WORDS, tokenizer, write_rows
 from tests.support.ranks import RankPool
 from tests.tools.finetune.test_finetune import by_command, saved
@@ -80,10 +81,10 @@ def test_a_recipe_trains_a_small_model_of_its_family(ranks: Ranks, tmp_path: Pat
         words += ["--plan_disk", str(tmp_path / "disk")]
     world = read.settings.get("spread_experts", 1)
     losses = ranks(world).run(by_command, read.verb, words, tmp_path / "out")[0]
-    assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
+    assert len(losses) == 2 and every(0 < loss < 10 for loss in losses)
     names = saved(tmp_path / "out").keys()
     adapted = read.settings.get("use_peft", False)
-    assert all(("lora" in name) == adapted for name in names) and names
+    assert every(("lora" in name) == adapted for name in names) and names
     experts = "experts" in read.settings.get("lora_target_modules", ())
     assert not experts or any("experts" in name for name in names)
 

@@ -86,7 +86,7 @@ def test_the_deepest_model_is_the_one_that_trying_all_depths_finds() -> None:
     for row in largest_each(sizes, 4, MOST, disk=True):
         by_hand = [fits(task, row.strategy) for task in every]
         size = row.size or 0
-        assert all(by_hand[:size]) and not by_hand[size], row.strategy
+        assert every(by_hand[:size]) and not by_hand[size], row.strategy
         # Strategies with one chunk length may waste more space at one depth than at the next.
         beyond = sum(by_hand[size:])
         assert beyond <= 1 and (not beyond or strategies.LADDER[row.strategy]), row.strategy

@@ -14,6 +14,7 @@ from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit.figures import Figures, recommended
 from elixir_tools.fit.quick import USUAL_ERROR
 from elixir_tools.models.known import names
+from tests.support.every import every
 from tests.tools.fit.test_will_it_fit import MIXTURE
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -68,7 +69,7 @@ def test_without_a_way_three_are_compared_and_one_recommended(
     out, err = capsys.readouterr()
     assert err.startswith("elixir-moe plan finds out whether config.json fits on 2 x rtx-4090; loads PyTorch first ...")
     first, *_, last = out.splitlines()
-    assert all(len(line) <= 80 for line in out.splitlines())
+    assert every(len(line) <= 80 for line in out.splitlines())
     assert first.startswith(f"Assumed: no disk (--disk-size), {SFT['per_device_train_batch_size']} rows of each GPU")
     assert f"mostly within {USUAL_ERROR:.0%} of the exact answer" in last
     assert [line.split()[1] for line in out.splitlines() if line.startswith("*")] == ["LoRA", "recommended."]

@@ -9,6 +9,7 @@ import pytest
 from elixir_tools.fit import gpus, reach
 from elixir_tools.fit.reach import Shape
 from elixir_tools.models import known
+from tests.support.every import every
 
 BILLIONS = {"Llama-3.1-8B": 8.03, "Qwen3-30B-A3B": 30.5, "gpt-oss-20b": 20.9, "Mixtral-8x7B-v0.1": 46.7}
 """Parameters that their makers state."""
@@ -29,7 +30,7 @@ def test_the_largest_that_fits_grows_with_memory_and_shrinks_with_what_is_traine
         found = reach.largest(gpus.with_host(gpus.machine("rtx-4090", 1), ram * 2**30), 1)
         each = {way: sizes[name] for way, name in found.items() if name is not None}
         assert each["full"] <= each["LoRA"] <= each["QLoRA"]
-        assert all(each[way] >= before[way] for way in reach.WAYS)
+        assert every(each[way] >= before[way] for way in reach.WAYS)
         before = each
     # 14 bytes of each of 8 billion weights are 105 GiB, of each of 4 billion 53 GiB
     found = reach.largest(gpus.with_host(gpus.machine("rtx-4090", 1), 64 * 2**30), 1)

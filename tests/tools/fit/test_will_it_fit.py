@@ -20,6 +20,7 @@ from elixir_tools.fit import gpus
 from elixir_tools.models.adapters import freeze
 from elixir_tools.models.lora import Lora
 from elixir_tools.names import OPTIMIZERS
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 MIXTURE = {
@@ -315,7 +316,7 @@ def test_a_template_is_a_hardware_file_with_every_key(tmp_path: Path, capsys: py
     data = json.loads(text)
     assert keys == {key for key in data if not key.startswith("_")}
     for part in (data, data["fitted"], *data["by_gpus"].values()):
-        assert all(f"_{key}" in part for key in part if not key.startswith("_") and not key.isdecimal())
+        assert every(f"_{key}" in part for key in part if not key.startswith("_") and not key.isdecimal())
     assert found.by_gpus[2] == gpus.machine("rtx-4090", 2).by_gpus[2]
 
 
@@ -375,7 +376,7 @@ def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.Captu
     asked = ["plan", *in_full(mixture, "--gpu", "rtx-4090", "--seq", "64")]
     assert main(asked) == 0
     told = capsys.readouterr().out
-    assert all(
+    assert every(
         len(line) <= 80 for line in told.splitlines() if mixture not in line and str(Path(mixture).parent) not in line
     )
     found = said(capsys, *asked[1:])
@@ -396,7 +397,7 @@ def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.Captu
         assert not any("elixir-moe sft" in one for one in found_without["answer"]), "sft has no such setting"
     assert main([*asked, "--details"]) == 0
     details = capsys.readouterr().out
-    assert all(sentence in details for sentence in found["answer"])
+    assert every(sentence in details for sentence in found["answer"])
     assert re.search(r"^rCache ", details, re.MULTILINE) and re.search(r"^ranks ", details, re.MULTILINE)
 
 
@@ -513,5 +514,5 @@ def test_what_the_answer_says_to_run_with_tiles_runs(
 ) -> None:
     found = said(capsys, wide, *SMALL_DEVICE, "--lora", "r=4,targets=q_proj")
     ((held, largest, trained),) = ranks(1).run(tiled_run, wide, line(found, "To paste"))
-    assert largest <= 256 * 1024 and trained and all("lora" in name for name in trained)
+    assert largest <= 256 * 1024 and trained and every("lora" in name for name in trained)
     assert held <= found["predicted"]["device_peak_bytes"]

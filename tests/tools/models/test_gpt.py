@@ -20,6 +20,7 @@ from elixir_moe.parallel.rules import annotate, pattern_of
 from elixir_tools.models.config import GPTConfig, gpt_config, named_configs
 from elixir_tools.models.gpt import GPT, generate, gpt_patterns, lm_loss, tokens_per_expert
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -101,7 +102,7 @@ def test_every_layout_equals_one_process(ranks: Ranks, world: int) -> None:
             torch.testing.assert_close(
                 mean, p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, w=where, n=parameter: f"{w} {n}: {m}"
             )
-        assert all(g[2] == tokens_per_expert(model) for g in got), where
+        assert every(g[2] == tokens_per_expert(model) for g in got), where
 
 
 def test_checkpointing_changes_no_bit() -> None:
@@ -113,7 +114,7 @@ def test_checkpointing_changes_no_bit() -> None:
         loss.backward()
         got = [loss.detach(), *(p.grad for p in model.parameters())]
         want = want or got
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
+        assert every(torch.equal(a, b) for a, b in zip(got, want, strict=True)), kind
 
 
 def test_it_learns() -> None:

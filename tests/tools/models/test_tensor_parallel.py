@@ -19,6 +19,7 @@ from elixir_moe.parallel.linear import CutLinear
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import placed, with_further
+from tests.support.every import same_tensors
 from tests.support.parity import compare, make_optimizer, mesh_of_world, plain, tokens, wrapped
 from tests.support.ranks import RankPool
 
@@ -109,7 +110,7 @@ def test_initial_values_do_not_depend_on_tp(ranks: Ranks) -> None:
         for state, after, numel in found:
             assert torch.equal(after, drawn)
             assert {n: v.shape for n, v in state.items()} == {n: v.shape for n, v in wanted.items()}
-            assert all(torch.equal(state[name], value) for name, value in wanted.items())
+            assert same_tensors(state, wanted)
             assert numel == sum(m.weight.numel() for m in cut) // 2
 
 
@@ -153,7 +154,7 @@ def test_a_checkpoint_loads_under_another_tp(degrees: tuple[int, int], plan: str
     train(whole, optimizer, 0, (0, 1))
     train(whole, optimizer, STEPS, (0, 1))
     for saved, loaded, after in ranks(2).run(moved, str(tmp_path / "state"), degrees, plan):
-        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        assert same_tensors(loaded, saved)
         torch.testing.assert_close(after, dict(whole.state_dict()), rtol=0, atol=1e-4)
 
 

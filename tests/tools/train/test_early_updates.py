@@ -15,6 +15,7 @@ import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_tools.train.training import Training
 from elixir_tools.watch.supervisor import Observation, Supervisor, Verdict, WatchConfig
+from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
 from tests.support.train_cases import last_state, run, settings_of
 
@@ -52,7 +53,7 @@ def test_a_run_that_does_not_clip_has_the_bits_of_updates_in_the_step(world: int
         assert (early, never) == ([3, 4, 5, 6], [])
         assert found["ended"] == wanted["ended"] == ""
         assert found["metrics"] == wanted["metrics"] and found["events"] == wanted["events"]
-        assert len(state) == len(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+        assert same_tensors(state, expected)
 
 
 @pytest.mark.fault(13)
@@ -64,7 +65,7 @@ def test_a_nan_in_a_step_whose_updates_had_begun_leads_back_to_the_same_run(rank
         assert found["ended"] == wanted["ended"] == "" and found["metrics"] == wanted["metrics"]
         (kind, text), *_ = found["events"]
         assert kind == "went back" and "back to step 4" in text and "the gradient of" in text
-        assert len(state) == len(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+        assert same_tensors(state, expected)
 
 
 def test_scales_are_those_before_the_update(ranks: Ranks, tmp_path: Path) -> None:

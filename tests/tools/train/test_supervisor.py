@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elixir_tools.watch.supervisor import Action, Observation, Supervisor, Verdict, WatchConfig
+from tests.support.every import every
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -102,4 +103,4 @@ def test_an_expert_without_a_token_for_a_window_of_steps_is_told_of_once_each_ti
     actions = [supervisor.observe(seen(step, tokens_per_expert={"mlp": n})) for step, n in enumerate(counts, 1)]
     text = "expert 1 of mlp has had no token for 4 steps"
     assert [(step, note.text) for step, a in enumerate(actions, 1) for note in a.notes] == [(4, text), (11, text)]
-    assert all(action.verdict is Verdict.GO for action in actions)
+    assert every(action.verdict is Verdict.GO for action in actions)

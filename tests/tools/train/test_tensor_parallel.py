@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_tools.train.training import Training
+from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of
 
@@ -44,7 +45,7 @@ def test_losses_are_those_of_one_rank_also_after_a_resume_with_another_tp(
     ranks: Ranks, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
     stopped = ranks(2).run(run, config_of(tmp_path / "out", tp=2), {3: "SIGTERM"}, 1)
-    assert all("stopped after step 4" in found["ended"] for found in stopped), stopped
+    assert every("stopped after step 4" in found["ended"] for found in stopped), stopped
     assert "ranks: 2 (tp 2), micro-batches: 2" in stopped[0]["said"]
     found = ranks(2).run(run, config_of(tmp_path / "out", ep=2))[0]
     assert found["ended"] == ""

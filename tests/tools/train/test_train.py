@@ -38,6 +38,7 @@ from elixir_tools.train.launch import program
 from elixir_tools.train.loop import _check_alike
 from elixir_tools.train.training import lr_factor
 from tests.state.test_checkpoint_files import write_small
+from tests.support.every import every
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -243,7 +244,7 @@ def test_a_run_that_is_replaced_leaves_what_is_not_its_own(tmp_path: Path) -> No
     manifest = out / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])  # damaged, but this library's
     claim_directory(config_of(out, overwrite=True), text).release()
-    assert not any(path.exists() for path in own) and all(path.exists() for path in foreign)
+    assert not any(path.exists() for path in own) and every(path.exists() for path in foreign)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [".app.partial", "site", "step-00000003"]
     mine = tmp_path / "mine"
     mine.mkdir()
