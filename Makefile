@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The programs' tests: the commands, training and fine-tuning, the papers' tables, and what the documents show.
-PROGRAMS := tests/tools tests/benchmarks tests/faults tests/museum tests/test_documents.py tests/test_log.py tests/test_page.py
+PROGRAMS := tests/tools tests/benchmarks tests/certificate tests/faults tests/museum tests/test_documents.py tests/test_log.py tests/test_page.py
 
 # The library's, and the rules on all files.
 test: setup
@@ -139,7 +139,7 @@ chaos: setup
 
 # Every family under every plan; goes on where it stopped. ONLY=NAME runs a row anew, FRESH=1 all of them.
 certificate: setup
-	$(BIN)/elixir-moe verify --suite --out docs/certificate.json $(if $(ONLY),--only '$(ONLY)') $(if $(FRESH),--fresh)
+	$(BIN)/python -m tests.certificate --out docs/certificate.json $(if $(ONLY),--only '$(ONLY)') $(if $(FRESH),--fresh)
 
 paper-table: setup
 	$(BIN)/python -m benchmarks.paper_tables

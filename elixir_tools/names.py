@@ -14,8 +14,6 @@ def short_dtype(name: str) -> str:
 
 PLANS = ("ddp", "zero2", "zero3", "offload", "disk", "auto")
 """Plans that `verify` has by name."""
-PEERS = ("ddp", "fsdp2", "deepspeed", "deepspeed-2", "deepspeed-1", "hf-ep")
-"""Ways of other libraries to train, which `verify` compares."""
 TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 """{command: prefix of the names of TRL's trainer and of its config}."""
 OPTIMIZERS = {

@@ -16,7 +16,7 @@ from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import estimate, gpus, zero_infinity
 from elixir_tools.models import known as known_models
 from elixir_tools.models.shapes import names as models
-from elixir_tools.names import DTYPES, LARGEST, OPTIMIZERS, PEERS, PLANS, TRAINERS, UNQUANTIZED, short_dtype
+from elixir_tools.names import DTYPES, LARGEST, OPTIMIZERS, PLANS, TRAINERS, UNQUANTIZED, short_dtype
 
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
 
@@ -75,7 +75,7 @@ def parser_of(settings_help: str | None) -> Parser:
     estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
     add_estimate(estimate_parser)
     verify_parser = verbs.add_parser(
-        "verify", help="compare a model under a plan, or with another library, with plain PyTorch", allow_abbrev=False
+        "verify", help="compare a model under a plan with plain PyTorch", allow_abbrev=False
     )
     add_verify(verify_parser)
     report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
@@ -120,13 +120,16 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     for verb in (train_parser, *finetune_parsers, *others, *_add_ckpt(verbs)):
         verb.set_defaults(parser=verb)
-        verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        verb.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what the library decides")
-        verb.add_argument("-q", "--quiet", action="store_true", help="print results and errors, and nothing on the way")
-        verb.add_argument(
-            "--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)"
-        )
+        add_common(verb)
     return parser
+
+
+def add_common(verb: argparse.ArgumentParser) -> None:
+    """Adds the arguments of every verb."""
+    verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    verb.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what the library decides")
+    verb.add_argument("-q", "--quiet", action="store_true", help="print results and errors, and nothing on the way")
+    verb.add_argument("--traceback", action="store_true", help="show where an error comes from (or ELIXIR_TRACEBACK=1)")
 
 
 def first_sign(known: argparse.Namespace) -> str:
@@ -280,15 +283,8 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
         metavar="PACKAGE.MODULE:FUNCTION",
         help="a function without arguments that returns a transformers model, or (module, step, sample)",
     )
-    model.add_argument("--suite", action="store_true", help="the whole certificate: 12 families under every plan")
-    model.add_argument("--check", type=Path, metavar="FILE", help="whether a certificate is as it was written")
-    way = verb.add_mutually_exclusive_group()
-    way.add_argument(
-        "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
-    )
-    way.add_argument("--with", dest="peer", metavar="PEER", help=f"verify another library: {', '.join(PEERS)}")
     verb.add_argument(
-        "--script", type=Path, metavar="FILE", help="of --with: a difference as a script without this library"
+        "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
     )
     verb.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine's CPU")
     verb.add_argument("--resume-ranks", type=int, metavar="N", help="processes that load and go on; by default as many")
@@ -308,13 +304,6 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
         "--lora", metavar="WORDS", help="adapters of peft: r=16,alpha=32,targets=q_proj,v_proj,experts,parameters=NAME"
     )
     verb.add_argument("--quantize", metavar="SCHEME", help="keep frozen weights in nf4, mxfp4, fp8 or int8")
-    suite = verb.add_argument_group("of --suite")
-    suite.add_argument("--only", metavar="PATTERN", help="run the rows again whose names match it or begin with it")
-    suite.add_argument(
-        "--out", type=Path, default=Path("certificate.json"), metavar="FILE", help="with a page of the same name"
-    )
-    suite.add_argument("--jobs", type=int, metavar="N", help="rows at a time; by default as many as cores")
-    suite.add_argument("--fresh", action="store_true", help="keep nothing of what FILE has")
     verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
 
 

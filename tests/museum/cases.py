@@ -27,9 +27,9 @@ from elixir_moe.quantized import products
 from elixir_tools.models.gpt import GPTConfig
 from elixir_tools.verify import training
 from elixir_tools.verify.certificate import as_dicts, certify
-from elixir_tools.verify.families import FAMILIES
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.subject import Function, Named, Source
+from tests.certificate.families import FAMILIES
 
 RANKS, STEPS = 2, 2
 MIXTURE = "tests.support.verify_cases"

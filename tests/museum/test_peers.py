@@ -18,10 +18,10 @@ from torch.nn import parallel
 
 from elixir_tools.verify import training
 from elixir_tools.verify.certificate import as_dicts, certify, first_failed
-from elixir_tools.verify.families import FAMILIES
-from elixir_tools.verify.peers import peer
-from elixir_tools.verify.script import script_of
 from elixir_tools.verify.subject import HuggingFace, Source
+from tests.certificate.families import FAMILIES
+from tests.certificate.peers import peer
+from tests.certificate.script import script_of
 from tests.museum.cases import small
 
 VERSIONS = {"torch": torch.__version__}

@@ -26,8 +26,8 @@ from torch import Tensor
 import elixir_moe as em
 import elixir_tools
 from elixir_moe import public
-from elixir_tools.verify.families import FAMILIES
 from elixir_tools.verify.plans import asked
+from tests.certificate.families import FAMILIES
 from tests.support.ranks import RankPool
 
 PLANS = ("ddp", "zero2", "zero3", "offload", "disk")

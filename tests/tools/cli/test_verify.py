@@ -12,8 +12,7 @@ import torch
 import transformers
 
 from elixir_tools.cli.main import main
-from elixir_tools.names import PEERS, PLANS
-from elixir_tools.verify.peers import _KINDS
+from elixir_tools.names import PLANS
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.shrink import changes, shrunk, without_noise
 from elixir_tools.verify.training import labels_counted
@@ -38,7 +37,6 @@ def failed(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_name_that_is_offered_has_a_meaning(tmp_path: Path) -> None:
-    assert tuple(_KINDS) == PEERS
     assert every(asked(plan, tmp_path) for plan in PLANS)
 
 
@@ -68,16 +66,6 @@ def test_parameters_that_steps_do_not_use(capsys: pytest.CaptureFixture[str], ar
     """Plain AdamW has no moments for them, and a checkpoint has zeros."""
     code, answer = verified(capsys, "--module", f"{CASES}:unused", *arguments)
     assert code == 0, answer["first"]
-
-
-def test_a_peer_is_told_what_it_does_not_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    code, answer = verified(capsys, "--module", f"{CASES}:scaled", "--with", "ddp", "--script", str(script))
-    assert (code, answer["with"], answer["script"]) == (1, "ddp", str(script))
-    assert "as if multiplied by the 2 ranks" in failed(answer)["where"]
-    assert answer["not_done"]["weights read from a folder"] == "it wraps a model that is there"
-    assert {"bf16 compute", "quantized base"} < set(answer["not_done"])
-    assert "from tests.support.verify_cases import scaled" in script.read_text()
 
 
 def test_a_fault_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,18 +195,6 @@ def test_shrinking_keeps_the_kind() -> None:
         (("--module", f"{CASES}:sound", "--resume-ranks", "3"), "--rows 4 for --resume-ranks 3: expected a multiple"),
         (("--module", f"{CASES}:sound", "--quantize", "nf4"), "--quantize needs --hf, and --lora"),
         (("--module", f"{CASES}:sound", "--quantize", "nf5"), "nf5"),
-        (("--module", f"{CASES}:sound", "--with", "fsdp3"), "did you mean 'fsdp2'?"),
-        (
-            ("--module", f"{CASES}:sound", "--with", "ddp", "--compute-dtype", "bf16"),
-            "--compute-dtype bf16: not done by ddp: ",
-        ),
-        (("--hf", "/any", "--with", "hf-ep", "--lora", "r=8,q_proj"), "--lora: not done by hf-ep: "),
-        (("--module", f"{CASES}:sound", "--with", "deepspeed"), "DS_BUILD_OPS=0 pip install deepspeed"),
-        (("--model", "opt-2.7b", "--with", "ddp"), "other libraries have no model of this name"),
-        (("--module", f"{CASES}:sound", "--script", "/any"), "--script needs --with PEER"),
-        (("--suite", "--with", "ddp"), "--with compares one model"),
-        (("--check", "/no/such/file"), "cannot be read as a certificate"),
-        (("--suite", "--only", "gwen*"), "matches no row"),
         (("--hf", "/no/such/folder"), "expected a config.json or its folder"),
     ],
 )
@@ -226,7 +202,6 @@ def test_bad_input_starts_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setattr("elixir_tools.cli.verify.on_ranks", None)
-    monkeypatch.setattr("elixir_tools.verify.peers.find_spec", lambda name: None if name == "deepspeed" else name)
     assert main(["verify", *arguments]) == 2
     assert said in capsys.readouterr().err
 

@@ -24,9 +24,9 @@ from elixir_moe.errors import ConfigError, ElixirError
 from elixir_tools.names import PLANS
 from elixir_tools.verify import training
 from elixir_tools.verify.certificate import Check, certify
-from elixir_tools.verify.families import FAMILIES, LENGTH, ROWS, Drawn, Inputs, hashes
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.ranks import on_ranks
+from tests.certificate.families import FAMILIES, LENGTH, ROWS, Drawn, Inputs, hashes
 
 MODES = {"full": "all weights", "lora": "adapters", "nf4": "adapters of a base in nf4"}
 """What is trained."""
@@ -52,8 +52,8 @@ _ABOUT = (
     "transformers computes from the exported files. [verify.md](verify.md) says what is compared and derives bounds.",
     "",
     "- `make certificate` runs the rows that the file has not, and goes on where it stopped; `FRESH=1` runs all anew.",
-    "- `elixir-moe verify --suite --only NAME` repeats one row; `*` in a name stands for any text.",
-    "- `elixir-moe verify --check docs/certificate.json` tells whether the file is as it was written.",
+    "- `python -m tests.certificate --only NAME` repeats one row; `*` in a name stands for any text.",
+    "- `python -m tests.certificate --check docs/certificate.json` tells whether the file is as it was written.",
 )
 
 Answer = dict[str, Any]
@@ -81,7 +81,7 @@ class Row:
     @property
     def command(self) -> str:
         """What repeats it."""
-        return f"elixir-moe verify --suite --only {self.name}"
+        return f"python -m tests.certificate --only {self.name}"
 
     def source(self) -> Drawn:
         """Its model."""
@@ -232,7 +232,7 @@ def run_suite(
 def _content(facts: Answer, done: dict[str, Answer]) -> Answer:
     every = rows()
     return {
-        "what": "elixir-moe verify --suite",
+        "what": "python -m tests.certificate",
         "versions": facts["versions"],
         "packages": facts["packages"],
         "steps": {"before the save": _STEPS, "after the load": _STEPS, "rows": ROWS, "tokens of a row": LENGTH},
@@ -264,12 +264,12 @@ def read(file: Path) -> Answer:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as a certificate: {error}") from error
     if not isinstance(content, dict) or not {"digest", "rows", "versions"} <= set(content):
-        raise ConfigError(f"{file}: no certificate: expected what `elixir-moe verify --suite` has written")
+        raise ConfigError(f"{file}: no certificate: expected what `make certificate` has written")
     found = digest(content)
     if found != content["digest"]:
         raise ConfigError(
             f"{file} has been changed since it was written: its content has the hash {found}, and it says "
-            f"{content['digest']}; run `elixir-moe verify --suite --fresh` for a new one"
+            f"{content['digest']}; run `make certificate FRESH=1` for a new one"
         )
     return content
 

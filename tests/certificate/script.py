@@ -9,9 +9,9 @@ from pprint import pformat
 from typing import Any
 
 from elixir_tools.verify.certificate import GRADIENT, GRADIENT_OF_ALL, LOSS, WEIGHT, Check
-from elixir_tools.verify.peers import Peer, stage_of
 from elixir_tools.verify.subject import FIRST_WORD, Function, HuggingFace, Source
 from elixir_tools.verify.training import CLIP, DECAY, GROUPS, SEED, Setup
+from tests.certificate.peers import Peer, stage_of
 
 _HUGGING_FACE = """\
 import transformers

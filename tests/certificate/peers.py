@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import parallel
 
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_tools.names import PEERS
 from elixir_tools.verify.subject import Subject
 from elixir_tools.verify.training import (
     ADAPTERS,
@@ -56,7 +55,7 @@ class Peer:
         subject = setup.source.build()
         if counts_over_ranks(subject.model):
             raise ConfigError(
-                f"--with {self.name}: the model has em.MoE, whose loss of routing counts over ranks of this library "
+                f"{self.name}: the model has em.MoE, whose loss of routing counts over ranks of this library "
                 f"alone; give a model of transformers or of plain torch"
             )
         return _KINDS[self.name].begin(setup, subject)
@@ -78,7 +77,7 @@ def peer(name: str) -> Peer:
     kind = _KINDS[name]
     for module, install in kind.needs.items():
         if find_spec(module) is None:
-            raise ConfigError(f"--with {name} needs {module}: {install}")
+            raise ConfigError(f"{name} needs {module}: {install}")
     return Peer(name)
 
 
@@ -238,7 +237,7 @@ def _hf_ep(setup: Setup, subject: Subject) -> Trainee:
     drawn: Any = subject.model
     if not getattr(drawn, "ep_plan", None):
         raise ConfigError(
-            f"--with hf-ep: transformers spreads the experts of models that have an ep_plan, and "
+            f"hf-ep: transformers spreads the experts of models that have an ep_plan, and "
             f"{type(drawn).__name__} has none: give a mixture of transformers"
         )
     ranks = dist.get_world_size()
@@ -413,4 +412,5 @@ _KINDS: dict[str, _Kind] = {
         needs={"transformers": "pip install 'transformers>=5.21'", "accelerate": "pip install accelerate"},
     ),
 }
-"""By the names of `PEERS`."""
+PEERS = tuple(_KINDS)
+"""Their names."""

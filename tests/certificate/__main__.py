@@ -1,57 +1,58 @@
-"""`verify --suite` and `verify --check`: the whole certificate, its file and its page.
+"""`python -m tests.certificate`: runs the rows of the certificate, writes its file and its page.
 
-Owns what is shown while rows run, and which commit they are of. Decides nothing: `verify/suite` runs and judges rows.
+Owns what is shown while rows run, and which commit they are of. `suite` runs and judges rows. `--check` says whether a
+file is as it was written.
 """
 
 import argparse
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from elixir_moe.errors import ConfigError
-from elixir_tools.verify import suite
+from elixir_tools.cli.verify import versions_of
 from elixir_tools.verify.ranks import load_once
+from tests.certificate import suite
 
 
-def run(known: argparse.Namespace, versions: dict[str, str], out: TextIO) -> int:
-    """Prints what the certificate says; returns 1 if a row of it differs or fails, else 0. Raises ConfigError."""
-    if known.check is not None:
-        content = suite.read(known.check)
-    else:
-        content = _run_rows(known, versions)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what the certificate says; returns 1 if a row of it differs or fails, 2 for a wrong argument, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m tests.certificate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--check", type=Path, metavar="FILE", help="only whether a certificate is as it was written")
+    parser.add_argument("--only", metavar="PATTERN", help="run the rows again whose names match it or begin with it")
+    parser.add_argument("--out", type=Path, default=Path("certificate.json"), help="with a page of the same name")
+    parser.add_argument("--jobs", type=int, metavar="N", help="rows at a time; by default as many as cores")
+    parser.add_argument("--fresh", action="store_true", help="keep nothing of what the file has")
+    parser.add_argument("--quiet", action="store_true", help="print only what the certificate says")
+    known = parser.parse_args(arguments)
+    try:
+        content = _run_rows(known) if known.check is None else suite.read(known.check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     wrong = [answer for answer in content["rows"] if not answer["ok"]]
-    if known.json:
-        print(json.dumps(content), file=out)
-    else:
-        for answer in wrong:
-            print(f"{answer['row']}: {answer.get('error') or answer['first']}")
-        print(
-            f"{len(content['rows']) - len(wrong)} rows are equal, {len(wrong)} differ or fail, "
-            f"{len(content['not run'])} have not been run"
-        )
+    for answer in wrong:
+        print(f"{answer['row']}: {answer.get('error') or answer['first']}")
+    equal, left = len(content["rows"]) - len(wrong), len(content["not run"])
+    print(f"{equal} rows are equal, {len(wrong)} differ or fail, {left} have not been run")
     return int(bool(wrong))
 
 
-def _run_rows(known: argparse.Namespace, versions: dict[str, str]) -> dict[str, Any]:
-    missing = [name for name in ("transformers", "peft") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"--suite needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+def _run_rows(known: argparse.Namespace) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = cores if known.jobs is None else known.jobs
     if jobs < 1:
         raise ConfigError(f"--jobs: expected at least 1, got {jobs}")
     rows = suite.chosen(known.only)
     load_once("transformers", "peft", suite.__name__, *suite.modules_of_families())
-    with _shown(len(rows), quiet=known.json or known.quiet) as tell:
-        facts = {"versions": versions, "packages": _packages(), "commit": _commit()}
+    with _shown(len(rows), quiet=known.quiet) as tell:
+        facts = {"versions": versions_of(), "packages": _packages(), "commit": _commit()}
         again = known.only is not None
         try:
             return suite.run_suite(rows, known.out, facts, jobs, tell, again=again, fresh=known.fresh)
@@ -61,7 +62,7 @@ def _run_rows(known: argparse.Namespace, versions: dict[str, str]) -> dict[str, 
 
 
 def _packages() -> dict[str, str]:
-    """Python and every package that is installed beside this one."""
+    """Python and every installed package."""
     found = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     return {"python": platform.python_version(), **dict(sorted(found.items(), key=lambda item: item[0].lower()))}
 
@@ -90,7 +91,7 @@ def _shown(rows: int, *, quiet: bool) -> Iterator[Callable[[dict[str, Any]], Non
 
     if quiet:
         yield lambda answer: None
-    elif not sys.stderr.isatty() or find_spec("rich") is None:
+    elif not sys.stderr.isatty():
         yield line
     else:
         from rich.console import Console
@@ -105,3 +106,7 @@ def _shown(rows: int, *, quiet: bool) -> Iterator[Callable[[dict[str, Any]], Non
                     progress.console.print(f"{answer['row']}: {answer.get('error') or answer['first']}")
 
             yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`elixir-moe verify --suite`: what its rows cover, how it goes on where it stopped, how a changed file is noticed."""
+"""The certificate: what its rows cover, how it goes on where it stopped, how a changed file is noticed."""
 
 import json
 from dataclasses import asdict
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from elixir_moe.errors import ConfigError
-from elixir_tools.cli.main import main
 from elixir_tools.names import PLANS
-from elixir_tools.verify import suite
-from elixir_tools.verify.families import FAMILIES, hashes
 from elixir_tools.verify.training import SEED
+from tests.certificate import suite
+from tests.certificate.__main__ import main
+from tests.certificate.families import FAMILIES, hashes
 from tests.support.every import every
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FACTS = {"versions": {"torch": "2"}, "packages": {}, "commit": "abc"}
 
 
@@ -68,13 +68,20 @@ def test_a_changed_file_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture
     content = json.loads((DOCS / "certificate.json").read_text())
     suite.write(file, content)
     assert suite.read(file)["digest"] == content["digest"]
-    assert main(["verify", "--check", str(file)]) == int(any(not row["ok"] for row in content["rows"]))
+    assert main(["--check", str(file)]) == int(any(not row["ok"] for row in content["rows"]))
     content["rows"][0]["checks"]["loss"][0] += 1e-9
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="has been changed since it was written"):
         suite.read(file)
-    assert main(["verify", "--check", str(file)]) == 2
+    assert main(["--check", str(file)]) == 2
     assert "has been changed" in capsys.readouterr().err
+    assert main(["--check", str(tmp_path / "nothing")]) == 2
+    assert "cannot be read as a certificate" in capsys.readouterr().err
+
+
+def test_a_name_that_no_row_has_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "gwen*"]) == 2
+    assert "matches no row" in capsys.readouterr().err
 
 
 def test_the_page_is_made_from_the_file() -> None:
@@ -95,7 +102,7 @@ def test_inputs_are_those_of_the_file() -> None:
 def test_a_row_is_equal(tmp_path: Path, number: int) -> None:
     name = suite.rows()[number].name
     out = tmp_path / "certificate.json"
-    assert main(["verify", "--suite", "--json", "--only", name, "--jobs", "1", "--out", str(out)]) == 0
+    assert main(["--quiet", "--only", name, "--jobs", "1", "--out", str(out)]) == 0
     answer = suite.read(out)["rows"][0]
     assert answer["row"] == name
     assert {"loss", "gradients", "exported weights", "outputs after the export"} <= set(answer["checks"])
