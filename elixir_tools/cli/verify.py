@@ -21,11 +21,11 @@ from elixir_moe.ext.models import scheme_called
 from elixir_tools.models.lora import Lora
 from elixir_tools.train import launch
 from elixir_tools.train.waiting import Waits
-from elixir_tools.verify import subject
+from elixir_tools.verify import cases
 from elixir_tools.verify.certificate import Check, as_dicts, certify, first_failed
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.ranks import on_ranks
-from elixir_tools.verify.training import Planned, Setup, Way, run_on_ranks
+from elixir_tools.verify.training import Backend, Planned, Setup, run_on_ranks
 
 _MOST_RANKS = 64
 
@@ -37,8 +37,8 @@ def run(known: argparse.Namespace) -> int:
     out = sys.stdout
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr if known.json else out):
         check_numbers(known)  # the user's code may print from here on
-        way = Planned(asked(known.plan, Path(folder), accumulation=known.accumulation))
-        _, checks, facts = compare(known, way, Path(folder), f"under {known.plan}")
+        backend = Planned(asked(known.plan, Path(folder), accumulation=known.accumulation))
+        _, checks, facts = compare(known, backend, Path(folder), f"under {known.plan}")
     if known.json:
         print(json.dumps(facts | {"plan": known.plan}), file=out)
     else:
@@ -47,7 +47,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def compare(
-    known: argparse.Namespace, way: Way, folder: Path, under: str, *packages: str
+    known: argparse.Namespace, backend: Backend, folder: Path, under: str, *packages: str
 ) -> tuple[Setup, list[Check], dict[str, Any]]:
     """Trains in both ways and compares: (what was trained, the checks, what `--json` prints of them).
 
@@ -56,7 +56,7 @@ def compare(
     source = _source(known)
     setup = Setup(
         source=source,
-        way=way,
+        backend=backend,
         ranks=known.ranks,
         resumed_ranks=resumed_ranks(known),
         steps=known.steps,
@@ -107,7 +107,7 @@ def _source(known: argparse.Namespace) -> Any:
     if known.model is not None:
         if lora is not None:
             raise ConfigError("--lora needs --hf or --module: models by name are not for peft")
-        return subject.named(
+        return cases.named(
             known.model,
             shrink=not known.no_shrink,
             ranks=gcd(known.ranks, resumed_ranks(known)),
@@ -118,8 +118,8 @@ def _source(known: argparse.Namespace) -> Any:
     options = {"rows": known.rows, "length": known.seq, "lora": lora, "checkpointing": known.checkpointing}
     options["quantized"] = known.quantize
     if known.module is not None:
-        return subject.function(known.module, **options)
-    return subject.huggingface(known.hf, shrink=not known.no_shrink, **options)
+        return cases.function(known.module, **options)
+    return cases.huggingface(known.hf, shrink=not known.no_shrink, **options)
 
 
 def versions_of(*packages: str) -> dict[str, str]:

@@ -36,10 +36,10 @@ from elixir_moe.ext.plans import size_text
 from elixir_moe.ext.ranks import gathered
 from elixir_moe.ext.torch_versions import untested
 from elixir_tools.models.config import GPTConfig
+from elixir_tools.verify.cases import Named
 from elixir_tools.verify.certificate import Check, certify
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.ranks import on_ranks
-from elixir_tools.verify.subject import Named
 from elixir_tools.verify.training import Planned, Setup, run_on_ranks
 
 PLANS = ("zero3", "offload", "disk")
@@ -82,7 +82,7 @@ class Machine:
         config = replace(_MIXTURE, ep=spread)
         setup = Setup(
             source=Named(config=config, rows=2 * self.ranks, device=device),
-            way=Planned(asked(plan, disk)),
+            backend=Planned(asked(plan, disk)),
             ranks=self.ranks,
             resumed_ranks=self.ranks,
             steps=_STEPS,

@@ -1,8 +1,8 @@
-"""The same few steps twice: in some way on all ranks, and in plain PyTorch in one process.
+"""The same few steps twice: by some backend on all ranks, and in plain PyTorch in one process.
 
-Owns both runs, what they record, and the way of this library's plans; those of others are in `peers`. In the plain run
-every rank's rows go through the model one after another and the gradients are averaged, which is what a step on several
-ranks means. Compares nothing.
+Owns both runs, what they record, and the backend of this library's plans. In the plain run every rank's rows go through
+the model one after another and the gradients are averaged, which is what a step on several ranks means. Compares
+nothing.
 """
 
 import gc
@@ -24,8 +24,8 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.checkpoints import Whole, read_manifest
 from elixir_moe.ext.hf import base_of, has_own_adapters, is_peft_model
 from elixir_moe.ext.models import SCALES, packed_parameters, persistent_buffers, tree_leaves, tree_map
+from elixir_tools.verify.cases import Source, TestCase, batch_of, own_loss, parts_of
 from elixir_tools.verify.plans import AskedPlan
-from elixir_tools.verify.subject import Source, Subject, batch_of, own_loss, parts_of
 
 LR, EPS, CLIP = 1e-2, 1e-4, 1.0
 """Of AdamW at most, and the largest gradient norm. The tolerances are derived from them."""
@@ -41,17 +41,17 @@ SEED, _OTHER_SEED, _PROBE = 5, 6, 999
 
 QUANTIZED, HALF, ADAPTERS, FOLDER = "quantized base", "bf16 compute", "adapters", "weights read from a folder"
 RESUME, OTHER_RANKS, OWN_STATE = "resume", "resume on other ranks", "buffers and random generators in the checkpoint"
-"""Parts of a comparison that not every way has."""
+"""Parts of a comparison that not every backend has."""
 
 Weights = dict[str, Tensor]
 Sums = dict[str, tuple[float, int]]
 """For each module, in order of their ends: the sum of squares of what it returned, and how many numbers that were."""
 
 
-class Trainee(Protocol):
+class TrainerUnderTest(Protocol):
     """A model on this rank, and what trains it. Every method is collective."""
 
-    subject: Subject
+    case: TestCase
     """The model by the names of the plain one, with its loss and its batches."""
     runs: nn.Module
     """What a batch is given to: the model, or what is around it."""
@@ -88,18 +88,18 @@ class Trainee(Protocol):
         """Lets go of what it holds beside the model."""
 
 
-class Way(Protocol):
+class Backend(Protocol):
     """How a model is trained on several ranks; it can be sent to other processes."""
 
     @property
     def not_done(self) -> Mapping[str, str]:
         """{a part of the comparison that it has not: the reason}."""
 
-    def begin(self, setup: "Setup", seed: int) -> Trainee:
-        """A trainee that is drawn from `seed`. Collective."""
+    def begin(self, setup: "Setup", seed: int) -> TrainerUnderTest:
+        """A trainer that is drawn from `seed`. Collective."""
 
     def started(self, setup: "Setup") -> Weights:
-        """The weights of a model that read the folder of one drawn from `SEED`; none where it has no such way."""
+        """The weights of a model that read the folder of one drawn from `SEED`; none where it has no such folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class Setup:
 
     source: Source
     """The model, its loss and its batches."""
-    way: Way
+    backend: Backend
     """What is verified."""
     ranks: int
     """Processes that train, until the save."""
@@ -128,7 +128,7 @@ class Setup:
     @property
     def resumes(self) -> bool:
         """Whether the run is saved and goes on."""
-        return RESUME not in self.way.not_done
+        return RESUME not in self.backend.not_done
 
     @property
     def all_steps(self) -> int:
@@ -192,22 +192,22 @@ def on_these_ranks(setup: Setup) -> None:
 def train_and_save(setup: Setup) -> None:
     """The first half of `on_these_ranks`. Collective."""
     record = Record()
-    trainee = setup.way.begin(setup, SEED)
-    schedule = schedule_of(trainee.optimizer)
+    trainer = setup.backend.begin(setup, SEED)
+    schedule = schedule_of(trainer.optimizer)
     _seed_generators(SEED)
     for step in range(setup.steps):
-        _step(setup, trainee, schedule, record, step)
-    _end_half(setup, trainee, record)
+        _step(setup, trainer, schedule, record, step)
+    _end_half(setup, trainer, record)
     if setup.resumes:
-        record.kept = _gathered(_kept(setup, trainee, schedule))
-        trainee.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
-        record.moments = trainee.moments()
-        trainee.close()
+        record.kept = _gathered(_kept(setup, trainer, schedule))
+        trainer.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
+        record.moments = trainer.moments()
+        trainer.close()
     else:
-        record.moments = trainee.moments()
-        _end(setup, trainee, record)
+        record.moments = trainer.moments()
+        _end(setup, trainer, record)
     _leave(setup, record)
-    del trainee, schedule
+    del trainer, schedule
     gc.collect()  # hooks and model point at each other
 
 
@@ -215,15 +215,15 @@ def load_and_go_on(setup: Setup) -> None:
     """The second half of `on_these_ranks`, in the same ranks or in others. Collective."""
     dist.barrier()
     record = record_of(setup)
-    trainee = setup.way.begin(setup, _OTHER_SEED)
-    schedule = schedule_of(trainee.optimizer)
-    _change_all(setup, trainee)
-    schedule.load_state_dict(trainee.load(setup.folder / "checkpoint")["schedule"])
-    record.found = _gathered(_kept(setup, trainee, schedule))
+    trainer = setup.backend.begin(setup, _OTHER_SEED)
+    schedule = schedule_of(trainer.optimizer)
+    _change_all(setup, trainer)
+    schedule.load_state_dict(trainer.load(setup.folder / "checkpoint")["schedule"])
+    record.found = _gathered(_kept(setup, trainer, schedule))
     for step in range(setup.steps, setup.all_steps):
-        _step(setup, trainee, schedule, record, step)
-    _end_half(setup, trainee, record)
-    _end(setup, trainee, record)
+        _step(setup, trainer, schedule, record, step)
+    _end_half(setup, trainer, record)
+    _end(setup, trainer, record)
     _leave(setup, record)
 
 
@@ -232,11 +232,11 @@ def record_of(setup: Setup) -> Record:
     return Record(**torch.load(setup.folder / "record.pt", weights_only=True))
 
 
-def _end(setup: Setup, trainee: Trainee, record: Record) -> None:
-    record.outputs = _outputs(trainee.subject, trainee.runs, setup.device)
-    trainee.export(setup.folder / "export")
-    trainee.close()
-    record.started = setup.way.started(setup)
+def _end(setup: Setup, trainer: TrainerUnderTest, record: Record) -> None:
+    record.outputs = _outputs(trainer.case, trainer.runs, setup.device)
+    trainer.export(setup.folder / "export")
+    trainer.close()
+    record.started = setup.backend.started(setup)
 
 
 def _leave(setup: Setup, record: Record) -> None:
@@ -244,36 +244,36 @@ def _leave(setup: Setup, record: Record) -> None:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _step(setup: Setup, trainee: Trainee, schedule: LambdaLR, record: Record, step: int) -> None:
+def _step(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR, record: Record, step: int) -> None:
     """Weights are read behind a forward that has used them: to read them might bring them up to date."""
-    subject, losses, sums = trainee.subject, torch.zeros((), dtype=torch.float64), Sums()
+    case, losses, sums = trainer.case, torch.zeros((), dtype=torch.float64), Sums()
     for micro in range(setup.accumulation):
-        rows = own_rows(batch_of(subject, step, micro), setup.device)
-        with labels_counted(subject.model, record.labeled, counted=not (step or micro)):
-            with _modules_watched(subject.model, sums, watched=not micro):
-                loss = subject.step(trainee.runs, rows)
-            trainee.backward(loss, last=micro + 1 == setup.accumulation)
+        rows = own_rows(batch_of(case, step, micro), setup.device)
+        with labels_counted(case.model, record.labeled, counted=not (step or micro)):
+            with _modules_watched(case.model, sums, watched=not micro):
+                loss = case.step(trainer.runs, rows)
+            trainer.backward(loss, last=micro + 1 == setup.accumulation)
         losses += loss.detach().cpu() / setup.accumulation
     record.losses.append(_mean(losses))
     record.modules.append(_added(_gathered(sums)))
     if step == 0:
         record.labeled = [sum(rows) for rows in zip(*_gathered(record.labeled), strict=True)]
     if step == setup.steps:
-        record.loaded = trainee.weights()
+        record.loaded = trainer.weights()
     else:
-        record.weights.append(trainee.weights())
-    record.gradients.append(trainee.norms())
-    record.norms.append(trainee.update())
+        record.weights.append(trainer.weights())
+    record.gradients.append(trainer.norms())
+    record.norms.append(trainer.update())
     schedule.step()
 
 
-def _end_half(setup: Setup, trainee: Trainee, record: Record) -> None:
+def _end_half(setup: Setup, trainer: TrainerUnderTest, record: Record) -> None:
     """A forward with the weights of the last step, before they are read."""
-    subject, sums = trainee.subject, Sums()
-    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
-        loss = subject.step(trainee.runs, own_rows(batch_of(subject, _PROBE, 0), setup.device))
+    case, sums = trainer.case, Sums()
+    with torch.no_grad(), _modules_watched(case.model, sums, watched=True):
+        loss = case.step(trainer.runs, own_rows(batch_of(case, _PROBE, 0), setup.device))
     record.ends.append((_mean(loss.detach().double().cpu()), _added(_gathered(sums))))
-    record.weights.append(trainee.weights())
+    record.weights.append(trainer.weights())
 
 
 def _mean(loss: Tensor) -> float:
@@ -312,27 +312,27 @@ def _seed_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _change_all(setup: Setup, trainee: Trainee) -> None:
+def _change_all(setup: Setup, trainer: TrainerUnderTest) -> None:
     """Changes what a load is to restore: options, and what `OWN_STATE` means."""
-    for group in trainee.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         for name, value in group.items():
             if isinstance(value, float):
                 group[name] = value / 2
             elif isinstance(value, tuple) and _has_numbers(value):
                 group[name] = tuple(part / 2 for part in value)
     _seed_generators(_OTHER_SEED)
-    if OWN_STATE not in setup.way.not_done:
-        for buffer in persistent_buffers(trainee.subject.model):
+    if OWN_STATE not in setup.backend.not_done:
+        for buffer in persistent_buffers(trainer.case.model):
             buffer.copy_(buffer + 1)
 
 
-def _kept(setup: Setup, trainee: Trainee, schedule: LambdaLR) -> Weights:
+def _kept(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR) -> Weights:
     """What a checkpoint keeps of this rank besides weights and moments, by what it is called."""
-    groups = trainee.optimizer.param_groups
+    groups = trainer.optimizer.param_groups
     said = {f"param_group {i}, {name}": group[name] for i, group in enumerate(groups) for name in group}
     said |= {f"schedule, {name}": value for name, value in schedule.state_dict().items()}
-    if OWN_STATE not in setup.way.not_done:
-        buffers = persistent_buffers(trainee.subject.model)
+    if OWN_STATE not in setup.backend.not_done:
+        buffers = persistent_buffers(trainer.case.model)
         said |= {f"buffer {names[0]}": buffer.detach().cpu().clone() for buffer, names in buffers.items()}
         numpy = np.random.get_state(legacy=False)["state"]
         said["random generator of torch"] = torch.get_rng_state()
@@ -410,28 +410,28 @@ class Planned:
 
     @property
     def not_done(self) -> Mapping[str, str]:
-        """See `Way.not_done`."""
+        """See `Backend.not_done`."""
         return {}
 
     def begin(self, setup: Setup, seed: int) -> "Wrapped":
-        """See `Way.begin`."""
+        """See `Backend.begin`."""
         torch.manual_seed(seed)
-        subject = setup.source.build(under_plan=True)
-        sample = own_rows(batch_of(subject, 0, 0), setup.device)
+        case = setup.source.build(under_plan=True)
+        sample = own_rows(batch_of(case, 0, 0), setup.device)
         model, optimizer = wrap(
-            subject.model,
-            optimizer_of(subject, (p for p in subject.model.parameters() if p.requires_grad)),
+            case.model,
+            optimizer_of(case, (p for p in case.model.parameters() if p.requires_grad)),
             compute_dtype=setup.compute_dtype,
             device=setup.device,
-            **self.plan.of(subject.step, sample),
+            **self.plan.of(case.step, sample),
         )
-        return Wrapped(subject=subject, runs=model, optimizer=optimizer, setup=setup)
+        return Wrapped(case=case, runs=model, optimizer=optimizer, setup=setup)
 
     def started(self, setup: Setup) -> Weights:
-        """See `Way.started`: transformers saves the model and `em.wrap` reads it; models with adapters have none."""
+        """See `Backend.started`: `em.wrap` reads what transformers saved; models with adapters have no such folder."""
         torch.manual_seed(SEED)
-        subject = setup.source.build(under_plan=True)
-        model: Any = subject.model
+        case = setup.source.build(under_plan=True)
+        model: Any = case.model
         if not _of_transformers(model):
             return {}
         folder = setup.folder / "pretrained"
@@ -440,8 +440,8 @@ class Planned:
         dist.barrier()
         with torch.device("meta"):
             empty = type(model)(model.config)
-        trained = optimizer_of(subject, empty.parameters())
-        plan = self.plan.of(subject.step, own_rows(batch_of(subject, 0, 0), setup.device))[
+        trained = optimizer_of(case, empty.parameters())
+        plan = self.plan.of(case.step, own_rows(batch_of(case, 0, 0), setup.device))[
             "plan"
         ]  # no step can run without data
         empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=setup.device)
@@ -452,30 +452,30 @@ class Planned:
 
 @dataclass(kw_only=True, slots=True)
 class Wrapped:
-    """A model that `em.wrap` has wrapped. See `Trainee`."""
+    """A model that `em.wrap` has wrapped. See `TrainerUnderTest`."""
 
-    subject: Subject
+    case: TestCase
     runs: nn.Module
     optimizer: ShardedOptimizer
     setup: Setup
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Trainee.backward`."""
+        """See `TrainerUnderTest.backward`."""
         (loss / self.setup.accumulation).backward()
 
     def norms(self) -> dict[str, float]:
-        """See `Trainee.norms`."""
+        """See `TrainerUnderTest.norms`."""
         return self.optimizer.grad_norms()
 
     def update(self) -> float:
-        """See `Trainee.update`."""
+        """See `TrainerUnderTest.update`."""
         norm = float(self.optimizer.clip_grad_norm_(CLIP))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def weights(self) -> Weights:
-        """See `Trainee.weights`."""
+        """See `TrainerUnderTest.weights`."""
         return _full(self.runs)
 
     def moments(self) -> dict[str, Weights]:
@@ -483,20 +483,20 @@ class Wrapped:
         return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """See `Trainee.save`."""
+        """See `TrainerUnderTest.save`."""
         save(folder, self.runs, self.optimizer, extra=extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """See `Trainee.load`."""
+        """See `TrainerUnderTest.load`."""
         found: dict[str, Any] = load(folder, self.runs, self.optimizer)
         return found
 
     def export(self, folder: Path) -> None:
-        """See `Trainee.export`."""
+        """See `TrainerUnderTest.export`."""
         save_pretrained(self.runs, folder)
 
     def close(self) -> None:
-        """See `Trainee.close`."""
+        """See `TrainerUnderTest.close`."""
         self.optimizer.close()
 
 
@@ -533,14 +533,14 @@ def in_plain_pytorch(setup: Setup, *, error: float = 0.0) -> tuple[Record, list[
     """
     record, signs = Record(), torch.Generator().manual_seed(SEED)
     torch.manual_seed(SEED)
-    subject = setup.source.build()
-    model = subject.model
-    order = _order_of_forward(subject)
+    case = setup.source.build()
+    model = case.model
+    order = _order_of_forward(case)
     masters = {name: _master(p) for name, p in model.named_parameters() if p.requires_grad}
     if setup.compute_dtype is not None:
         for p in model.parameters():
             p.data = p.data.to(setup.compute_dtype)
-    optimizer = optimizer_of(subject, masters.values())
+    optimizer = optimizer_of(case, masters.values())
     schedule = schedule_of(optimizer)
     record.frozen = [name for name in order if name not in masters]
     record.weights.append(_weights(model, masters))
@@ -549,18 +549,18 @@ def in_plain_pytorch(setup: Setup, *, error: float = 0.0) -> tuple[Record, list[
             p.data *= 1 + error * _signs(p, signs)
             masters.get(name, p).data.copy_(p)
     for step in range(setup.all_steps):
-        sums = _plain_backwards(setup, subject, list(masters), record, step)
+        sums = _plain_backwards(setup, case, list(masters), record, step)
         if error:
             norm = sum(float(gradient.square().sum()) for gradient in sums.values()) ** 0.5
             sums = {name: gradient + error * norm * _signs(gradient, signs) for name, gradient in sums.items()}
         _plain_update(model, masters, optimizer, sums, record)
         schedule.step()
         if step + 1 in (setup.steps, setup.all_steps):
-            record.ends.append(_plain_end(setup, subject, step))
+            record.ends.append(_plain_end(setup, case, step))
         if step + 1 == setup.steps:
             record.moments = _moments(optimizer, masters)
-    record.outputs = _outputs(subject, model)
-    if FOLDER not in setup.way.not_done and _of_transformers(model):
+    record.outputs = _outputs(case, model)
+    if FOLDER not in setup.backend.not_done and _of_transformers(model):
         record.started = record.weights[0]
     return record, order
 
@@ -569,19 +569,17 @@ def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(2, like.shape, generator=generator) * 2 - 1
 
 
-def _plain_backwards(
-    setup: Setup, subject: Subject, trained: list[str], record: Record, step: int
-) -> dict[str, Tensor]:
+def _plain_backwards(setup: Setup, case: TestCase, trained: list[str], record: Record, step: int) -> dict[str, Tensor]:
     """The gradients of a step."""
-    model, total, seen = subject.model, 0.0, Sums()
+    model, total, seen = case.model, 0.0, Sums()
     parameters = dict(model.named_parameters())
     sums: dict[str, Tensor] = {}
     for micro in range(setup.accumulation):
-        parts = _parts(setup, subject, step, batch_of(subject, step, micro))
+        parts = _parts(setup, case, step, batch_of(case, step, micro))
         for rows in parts:
             with labels_counted(model, record.labeled, counted=not (step or micro)):
                 with _modules_watched(model, seen, watched=not micro):
-                    loss = subject.step(model, rows) / (setup.accumulation * len(parts))
+                    loss = case.step(model, rows) / (setup.accumulation * len(parts))
                 loss.backward()
             total += float(loss.detach())
             for name in trained:
@@ -613,17 +611,17 @@ def _plain_update(
     record.weights.append(_weights(model, masters))
 
 
-def _parts(setup: Setup, subject: Subject, step: int, batch: Any) -> list[Any]:
+def _parts(setup: Setup, case: TestCase, step: int, batch: Any) -> list[Any]:
     """What each rank of a step has of a batch; all in one where the model counts over ranks."""
     ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
-    return [batch] if counts_over_ranks(subject.model) else list(parts_of(batch, ranks))
+    return [batch] if counts_over_ranks(case.model) else list(parts_of(batch, ranks))
 
 
-def _plain_end(setup: Setup, subject: Subject, step: int) -> tuple[float, Sums]:
+def _plain_end(setup: Setup, case: TestCase, step: int) -> tuple[float, Sums]:
     """See `_end_half`."""
-    parts, sums = _parts(setup, subject, step, batch_of(subject, _PROBE, 0)), Sums()
-    with torch.no_grad(), _modules_watched(subject.model, sums, watched=True):
-        losses = [float(subject.step(subject.model, rows)) for rows in parts]
+    parts, sums = _parts(setup, case, step, batch_of(case, _PROBE, 0)), Sums()
+    with torch.no_grad(), _modules_watched(case.model, sums, watched=True):
+        losses = [float(case.step(case.model, rows)) for rows in parts]
     return sum(losses) / len(losses), sums
 
 
@@ -650,10 +648,10 @@ def _moments(optimizer: torch.optim.Optimizer, masters: dict[str, nn.Parameter])
     }
 
 
-def _order_of_forward(subject: Subject) -> list[str]:
+def _order_of_forward(case: TestCase) -> list[str]:
     """Names of parameters in the order in which their modules run; those of modules that do not run come last."""
     ran: dict[nn.Module, int] = {}
-    modules = dict(subject.model.named_modules())
+    modules = dict(case.model.named_modules())
 
     def note(module: nn.Module, _: Any) -> None:
         for inner in module.modules() if isinstance(module, MoE) else (module,):  # the plain one calls no inner module
@@ -661,10 +659,10 @@ def _order_of_forward(subject: Subject) -> list[str]:
 
     hooks = [module.register_forward_pre_hook(note) for module in modules.values()]
     with torch.no_grad():
-        subject.step(subject.model, batch_of(subject, 0, 0))
+        case.step(case.model, batch_of(case, 0, 0))
     for hook in hooks:
         hook.remove()
-    names = [name for name, _ in subject.model.named_parameters()]
+    names = [name for name, _ in case.model.named_parameters()]
     return sorted(names, key=lambda name: ran.get(modules[name.rpartition(".")[0]], len(modules)))
 
 
@@ -674,8 +672,8 @@ def _order_of_forward(subject: Subject) -> list[str]:
 def exported(setup: Setup) -> tuple[Weights, Tensor]:
     """Weights and outputs of a plain model that reads what the ranks have exported."""
     torch.manual_seed(SEED)
-    subject = setup.source.build()
-    model: Any = subject.model
+    case = setup.source.build()
+    model: Any = case.model
     folder = setup.folder / "export"
     if is_peft_model(model):
         from peft import PeftModel
@@ -695,27 +693,27 @@ def exported(setup: Setup) -> tuple[Weights, Tensor]:
     if setup.compute_dtype is not None:
         for p in model.parameters():
             p.data = p.data.to(setup.compute_dtype)
-    return weights, _outputs(subject, model)
+    return weights, _outputs(case, model)
 
 
 def _of_transformers(model: nn.Module) -> bool:
     return hasattr(model, "save_pretrained") and hasattr(model, "config") and not hasattr(model, "peft_config")
 
 
-def _outputs(subject: Subject, model: nn.Module, device: str = "cpu") -> Tensor:
+def _outputs(case: TestCase, model: nn.Module, device: str = "cpu") -> Tensor:
     """Logits of a batch that no step has seen; the loss where the model is not transformers'."""
-    batch = _moved(batch_of(subject, _PROBE, 0), device)
+    batch = _moved(batch_of(case, _PROBE, 0), device)
     model.eval()
     with torch.no_grad():
-        made = model(**batch).logits if subject.step is own_loss else subject.step(model, batch)
+        made = model(**batch).logits if case.step is own_loss else case.step(model, batch)
     model.train()
     return made.float().cpu().clone()
 
 
-def optimizer_of(subject: Subject, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The subject's own, or AdamW with two param_groups."""
-    if subject.optimizer is not None:
-        return subject.optimizer(parameters)
+def optimizer_of(case: TestCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The case's own, or AdamW with two param_groups."""
+    if case.optimizer is not None:
+        return case.optimizer(parameters)
     trained = list(parameters)
     shared_out = [{"params": trained[i :: len(GROUPS)], **options} for i, options in enumerate(GROUPS)]
     return torch.optim.AdamW([group for group in shared_out if group["params"]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elixir_tools.models.lora import Lora
-from elixir_tools.verify.subject import HuggingFace
+from elixir_tools.verify.cases import HuggingFace
 
 ROWS, LENGTH = 4, 12
 """Of a micro-batch, all ranks together; tokens of a row."""

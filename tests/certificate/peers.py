@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import parallel
 
 from elixir_moe.errors import ConfigError, nothing_called
-from elixir_tools.verify.subject import Subject
+from elixir_tools.verify.cases import TestCase
 from elixir_tools.verify.training import (
     ADAPTERS,
     CLIP,
@@ -31,7 +31,7 @@ from elixir_tools.verify.training import (
     RESUME,
     SEED,
     Setup,
-    Trainee,
+    TrainerUnderTest,
     Weights,
     counts_over_ranks,
     optimizer_of,
@@ -40,33 +40,33 @@ from elixir_tools.verify.training import (
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A way of others. See `Way`."""
+    """Another library. See `Backend`."""
 
     name: str
 
     @property
     def not_done(self) -> Mapping[str, str]:
-        """See `Way.not_done`."""
+        """See `Backend.not_done`."""
         return _KINDS[self.name].not_done
 
-    def begin(self, setup: Setup, seed: int) -> Trainee:
-        """See `Way.begin`. Raises ConfigError if the peer cannot train this model."""
+    def begin(self, setup: Setup, seed: int) -> TrainerUnderTest:
+        """See `Backend.begin`. Raises ConfigError if the peer cannot train this model."""
         torch.manual_seed(seed)
-        subject = setup.source.build()
-        if counts_over_ranks(subject.model):
+        case = setup.source.build()
+        if counts_over_ranks(case.model):
             raise ConfigError(
                 f"{self.name}: the model has em.MoE, whose loss of routing counts over ranks of this library "
                 f"alone; give a model of transformers or of plain torch"
             )
-        return _KINDS[self.name].begin(setup, subject)
+        return _KINDS[self.name].begin(setup, case)
 
     def started(self, setup: Setup) -> Weights:
-        """See `Way.started`."""
+        """See `Backend.started`."""
         if FOLDER in self.not_done:
             return {}
-        trainee = self.begin(setup, SEED)
-        weights = trainee.weights()
-        trainee.close()
+        trainer = self.begin(setup, SEED)
+        weights = trainer.weights()
+        trainer.close()
         return weights
 
 
@@ -86,44 +86,44 @@ def peer(name: str) -> Peer:
 
 @dataclass(kw_only=True, slots=True)
 class OfTorch:
-    """A model whose gradients are tensors or DTensors, and an optimizer of torch over them. See `Trainee`."""
+    """A model whose gradients are tensors or DTensors, and an optimizer of torch over them. See `TrainerUnderTest`."""
 
-    subject: Subject
+    case: TestCase
     runs: nn.Module
     optimizer: torch.optim.Optimizer
     accumulation: int
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Trainee.backward`; gradients are reduced after each, and added."""
+        """See `TrainerUnderTest.backward`; gradients are reduced after each, and added."""
         (loss / self.accumulation).backward()
 
     def norms(self) -> dict[str, float]:
-        """See `Trainee.norms`."""
-        named = self.subject.model.named_parameters()
+        """See `TrainerUnderTest.norms`."""
+        named = self.case.model.named_parameters()
         return {name: float(_whole(p.grad).norm()) for name, p in named if p.grad is not None}
 
     def clip(self) -> Tensor:
         """Clips gradients as the peer's users do; returns the norm that was."""
-        return nn.utils.clip_grad_norm_(self.subject.model.parameters(), CLIP)
+        return nn.utils.clip_grad_norm_(self.case.model.parameters(), CLIP)
 
     def update(self) -> float:
-        """See `Trainee.update`."""
+        """See `TrainerUnderTest.update`."""
         norm = float(_whole(self.clip()))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def weights(self) -> Weights:
-        """See `Trainee.weights`."""
-        return {name: _whole(p).float().clone() for name, p in self.subject.model.named_parameters()}
+        """See `TrainerUnderTest.weights`."""
+        return {name: _whole(p).float().clone() for name, p in self.case.model.named_parameters()}
 
     def moments(self) -> dict[str, Weights]:
-        """See `Trainee.moments`."""
+        """See `TrainerUnderTest.moments`."""
         found: dict[str, Weights] = {}
-        for module in self.subject.model.modules():
+        for module in self.case.model.modules():
             if isinstance(module, FSDPModule):  # without a backward, the root stays gathered, in other parameters
                 module.reshard()
-        for name, p in self.subject.model.named_parameters():
+        for name, p in self.case.model.named_parameters():
             state = self.optimizer.state.get(p, {})
             if {"exp_avg", "exp_avg_sq"} <= set(state):
                 first, second = (_whole(state[kind]).float().clone() for kind in ("exp_avg", "exp_avg_sq"))
@@ -151,9 +151,9 @@ class OfTorch:
 
     def export(self, folder: Path) -> None:
         """Gathers the weights and writes them on rank 0."""
-        whole = {name: _whole(value) for name, value in self.subject.model.state_dict().items()}
+        whole = {name: _whole(value) for name, value in self.case.model.state_dict().items()}
         if dist.get_rank() == 0:
-            _write(self.subject.model, whole, folder)
+            _write(self.case.model, whole, folder)
         dist.barrier()
 
     def close(self) -> None:
@@ -182,17 +182,17 @@ def _write(model: Any, whole: Weights, folder: Path) -> None:
     save_file({name: value.contiguous() for name, value in whole.items()}, folder / "model.safetensors")
 
 
-def _trained(subject: Subject) -> torch.optim.Optimizer:
-    return optimizer_of(subject, (p for p in subject.model.parameters() if p.requires_grad))
+def _trained(case: TestCase) -> torch.optim.Optimizer:
+    return optimizer_of(case, (p for p in case.model.parameters() if p.requires_grad))
 
 
-def _ddp(setup: Setup, subject: Subject) -> Trainee:
+def _ddp(setup: Setup, case: TestCase) -> TrainerUnderTest:
     """`DistributedDataParallel`, as mixtures need it: a step may leave parameters out."""
-    runs = parallel.DistributedDataParallel(subject.model, find_unused_parameters=True)
-    return OfTorch(subject=subject, runs=runs, optimizer=_trained(subject), accumulation=setup.accumulation)
+    runs = parallel.DistributedDataParallel(case.model, find_unused_parameters=True)
+    return OfTorch(case=case, runs=runs, optimizer=_trained(case), accumulation=setup.accumulation)
 
 
-def _fsdp2(setup: Setup, subject: Subject) -> Trainee:
+def _fsdp2(setup: Setup, case: TestCase) -> TrainerUnderTest:
     """`fully_shard` of each block and of the root. A block is what an outermost `nn.ModuleList` lists."""
     from torch.distributed import fsdp
 
@@ -200,13 +200,13 @@ def _fsdp2(setup: Setup, subject: Subject) -> Trainee:
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=setup.compute_dtype, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=not half
     )
-    lists = [name for name, module in subject.model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [name for name, module in case.model.named_modules() if isinstance(module, nn.ModuleList)]
     for name in lists:
         if not any(name.startswith(f"{other}.") for other in lists):
-            for block in subject.model.get_submodule(name).children():
+            for block in case.model.get_submodule(name).children():
                 fsdp.fully_shard(block, mp_policy=policy)
-    fsdp.fully_shard(subject.model, mp_policy=policy)
-    return OfTorch(subject=subject, runs=subject.model, optimizer=_trained(subject), accumulation=setup.accumulation)
+    fsdp.fully_shard(case.model, mp_policy=policy)
+    return OfTorch(case=case, runs=case.model, optimizer=_trained(case), accumulation=setup.accumulation)
 
 
 # ------------------------------------------------------------------------------------------------------ of transformers
@@ -221,20 +221,20 @@ class OfTransformers(OfTorch):
         """As `Trainer` does for gradients on several meshes."""
         from transformers import Trainer
 
-        norm: Tensor = Trainer._mixed_mesh_grad_norm(None, self.subject.model, CLIP)  # type: ignore[arg-type]
+        norm: Tensor = Trainer._mixed_mesh_grad_norm(None, self.case.model, CLIP)  # type: ignore[arg-type]
         return norm
 
     def export(self, folder: Path) -> None:
         """Lets transformers gather and write."""
-        self.subject.model.save_pretrained(folder)  # type: ignore[operator]
+        self.case.model.save_pretrained(folder)  # type: ignore[operator]
         dist.barrier()
 
 
-def _hf_ep(setup: Setup, subject: Subject) -> Trainee:
+def _hf_ep(setup: Setup, case: TestCase) -> TrainerUnderTest:
     """``from_pretrained(distributed_config=...)``: each rank its own rows and experts."""
     from transformers import DistributedConfig
 
-    drawn: Any = subject.model
+    drawn: Any = case.model
     if not getattr(drawn, "ep_plan", None):
         raise ConfigError(
             f"hf-ep: transformers spreads the experts of models that have an ep_plan, and "
@@ -257,8 +257,8 @@ def _hf_ep(setup: Setup, subject: Subject) -> Trainee:
     model.config.use_cache = False
     if drawn.is_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    spread = Subject(model=model.train(), step=subject.step, sample=subject.sample)
-    return OfTransformers(subject=spread, runs=model, optimizer=_trained(spread), accumulation=setup.accumulation)
+    spread = TestCase(model=model.train(), step=case.step, sample=case.sample)
+    return OfTransformers(case=spread, runs=model, optimizer=_trained(spread), accumulation=setup.accumulation)
 
 
 # --------------------------------------------------------------------------------------------------------- of DeepSpeed
@@ -266,38 +266,38 @@ def _hf_ep(setup: Setup, subject: Subject) -> Trainee:
 
 @dataclass(kw_only=True, slots=True)
 class OfDeepSpeed:
-    """A model in DeepSpeed's engine. See `Trainee`."""
+    """A model in DeepSpeed's engine. See `TrainerUnderTest`."""
 
-    subject: Subject
+    case: TestCase
     runs: Any
     optimizer: torch.optim.Optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Trainee.backward`; the engine divides by the micro-batches, and wants each to end in `step`."""
+        """See `TrainerUnderTest.backward`; the engine divides by the micro-batches, and wants each to end in `step`."""
         self.runs.backward(loss)
         if not last:
             self.runs.step()
 
     def norms(self) -> dict[str, float]:
-        """See `Trainee.norms`."""
+        """See `TrainerUnderTest.norms`."""
         from deepspeed.utils import safe_get_full_grad
 
-        named = [(name, p) for name, p in self.subject.model.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self.case.model.named_parameters() if p.requires_grad]
         found = ((name, safe_get_full_grad(p)) for name, p in named)
         return {name: float(gradient.float().norm()) for name, gradient in found if gradient is not None}
 
     def update(self) -> float:
-        """See `Trainee.update`."""
+        """See `TrainerUnderTest.update`."""
         self.runs.step()
         return float(self.runs.get_global_grad_norm())
 
     def weights(self) -> Weights:
-        """See `Trainee.weights`; frozen ones have no master."""
+        """See `TrainerUnderTest.weights`; frozen ones have no master."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
         found: Weights = {}
-        for name, p in self.subject.model.named_parameters():
+        for name, p in self.case.model.named_parameters():
             value = safe_get_full_fp32_param(p) if p.requires_grad else None
             if value is None:
                 with zero.GatheredParameters([p]):
@@ -306,22 +306,22 @@ class OfDeepSpeed:
         return found
 
     def moments(self) -> dict[str, Weights]:
-        """See `Trainee.moments`."""
+        """See `TrainerUnderTest.moments`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found: dict[str, Weights] = {}
-        for name, p in self.subject.model.named_parameters():
+        for name, p in self.case.model.named_parameters():
             if p.requires_grad:
                 both = [safe_get_full_optimizer_state(p, kind) for kind in ("exp_avg", "exp_avg_sq")]
                 found[name] = {"exp_avg": both[0].clone(), "exp_avg_sq": both[1].sqrt()}
         return found
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """See `Trainee.save`."""
+        """See `TrainerUnderTest.save`."""
         self.runs.save_checkpoint(str(folder), client_state=extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """See `Trainee.load`."""
+        """See `TrainerUnderTest.load`."""
         extra: dict[str, Any] = self.runs.load_checkpoint(str(folder))[1]
         return extra
 
@@ -333,11 +333,11 @@ class OfDeepSpeed:
         self.save(saved, {})
         dist.barrier()
         if dist.get_rank() == 0:
-            _write(self.subject.model, get_fp32_state_dict_from_zero_checkpoint(str(saved)), folder)
+            _write(self.case.model, get_fp32_state_dict_from_zero_checkpoint(str(saved)), folder)
         dist.barrier()
 
     def close(self) -> None:
-        """See `Trainee.close`."""
+        """See `TrainerUnderTest.close`."""
         self.runs.destroy()
 
 
@@ -346,10 +346,10 @@ def stage_of(name: str) -> int:
     return int(name.partition("-")[2] or 3)
 
 
-def _zero(stage: int) -> Callable[[Setup, Subject], Trainee]:
+def _zero(stage: int) -> Callable[[Setup, TestCase], TrainerUnderTest]:
     """The engine with ZeRO of that stage."""
 
-    def begin(setup: Setup, subject: Subject) -> Trainee:
+    def begin(setup: Setup, case: TestCase) -> TrainerUnderTest:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
         import deepspeed
@@ -365,9 +365,9 @@ def _zero(stage: int) -> Callable[[Setup, Subject], Trainee]:
             "bf16": {"enabled": setup.compute_dtype is not None},
             "steps_per_print": 10**9,
         }
-        optimizer = _trained(subject)
-        engine, *_ = deepspeed.initialize(model=subject.model, optimizer=optimizer, config=config)
-        return OfDeepSpeed(subject=subject, runs=engine, optimizer=optimizer)
+        optimizer = _trained(case)
+        engine, *_ = deepspeed.initialize(model=case.model, optimizer=optimizer, config=config)
+        return OfDeepSpeed(case=case, runs=engine, optimizer=optimizer)
 
     return begin
 
@@ -377,7 +377,7 @@ def _zero(stage: int) -> Callable[[Setup, Subject], Trainee]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    begin: Callable[[Setup, Subject], Trainee]
+    begin: Callable[[Setup, TestCase], TrainerUnderTest]
     not_done: Mapping[str, str]
     needs: Mapping[str, str]
     """{a module: what installs it}."""

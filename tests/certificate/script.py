@@ -8,8 +8,8 @@ import re
 from pprint import pformat
 from typing import Any
 
+from elixir_tools.verify.cases import FIRST_WORD, Function, HuggingFace, Source
 from elixir_tools.verify.certificate import GRADIENT, GRADIENT_OF_ALL, LOSS, WEIGHT, Check
-from elixir_tools.verify.subject import FIRST_WORD, Function, HuggingFace, Source
 from elixir_tools.verify.training import CLIP, DECAY, GROUPS, SEED, Setup
 from tests.certificate.peers import Peer, stage_of
 
@@ -159,14 +159,14 @@ def script_of(setup: Setup, failed: Check, versions: dict[str, str]) -> str | No
     step = re.search(r" in step (\d+)$| of step (\d+)$", failed.name)
     if step is None:
         return None
-    assert isinstance(setup.way, Peer), "a script is of a peer"
+    assert isinstance(setup.backend, Peer), "a script is of a peer"
     return _TEXT.format(
-        peer=setup.way.name,
+        peer=setup.backend.name,
         difference=f"{failed.name}: {failed.where}",
         ranks=setup.ranks,
         versions=", ".join(f"{name} {version}" for name, version in versions.items() if name != "elixir-moe"),
         model=_model(setup.source),
-        way=_way(setup.way.name),
+        way=_way(setup.backend.name),
         steps=int(step[1] or step[2]),
         micro=setup.accumulation,
         seed=SEED,

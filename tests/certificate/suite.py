@@ -142,7 +142,7 @@ def run_row(row: Row) -> Answer:
         with tempfile.TemporaryDirectory() as folder:
             setup = training.Setup(
                 source=source,
-                way=training.Planned(asked(row.plan, Path(folder), accumulation=row.accumulation)),
+                backend=training.Planned(asked(row.plan, Path(folder), accumulation=row.accumulation)),
                 ranks=row.ranks[0],
                 resumed_ranks=row.ranks[1],
                 steps=_STEPS,

@@ -26,9 +26,9 @@ from elixir_moe.parallel.pattern import Pattern
 from elixir_moe.quantized import products
 from elixir_tools.models.gpt import GPTConfig
 from elixir_tools.verify import training
+from elixir_tools.verify.cases import Function, Named, Source
 from elixir_tools.verify.certificate import as_dicts, certify
 from elixir_tools.verify.plans import asked
-from elixir_tools.verify.subject import Function, Named, Source
 from tests.certificate.families import FAMILIES
 
 RANKS, STEPS = 2, 2
@@ -128,10 +128,10 @@ def multiplied_loss() -> Iterator[None]:
     """The loss is multiplied by the ranks before the backward, and gradients are averaged over them."""
     step = training._step
 
-    def broken(setup: Any, trainee: Any, *rest: Any) -> None:
-        own = trainee.subject.step
-        scaled = replace(trainee.subject, step=lambda model, rows: own(model, rows) * dist.get_world_size())
-        step(setup, replace(trainee, subject=scaled), *rest)
+    def broken(setup: Any, trainer: Any, *rest: Any) -> None:
+        own = trainer.case.step
+        scaled = replace(trainer.case, step=lambda model, rows: own(model, rows) * dist.get_world_size())
+        step(setup, replace(trainer, case=scaled), *rest)
 
     with patch.object(training, "_step", broken):
         yield
@@ -368,7 +368,7 @@ def judged(
     """The checks of a case with its fault, or unharmed, on rank 0 of the ranks that all call it."""
     setup = training.Setup(
         source=case.source(),
-        way=training.Planned(asked(case.plan, Path(folder))),
+        backend=training.Planned(asked(case.plan, Path(folder))),
         ranks=RANKS,
         resumed_ranks=RANKS,
         steps=steps,

@@ -17,8 +17,8 @@ from torch.distributed import fsdp
 from torch.nn import parallel
 
 from elixir_tools.verify import training
+from elixir_tools.verify.cases import HuggingFace, Source
 from elixir_tools.verify.certificate import as_dicts, certify, first_failed
-from elixir_tools.verify.subject import HuggingFace, Source
 from tests.certificate.families import FAMILIES
 from tests.certificate.peers import peer
 from tests.certificate.script import script_of
@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[None]], str]] =
 
 def setup_of(name: str, source: Source, folder: str, **options: Any) -> training.Setup:
     given = {"ranks": 2, "resumed_ranks": 2, "steps": 2, "accumulation": 1, "compute_dtype": None} | options
-    return training.Setup(source=source, way=peer(name), folder=Path(folder), **given)
+    return training.Setup(source=source, backend=peer(name), folder=Path(folder), **given)
 
 
 def checked(name: str, folder: str, fault: str | None = None, accumulation: int = 1) -> tuple[list[Any], str | None]:

@@ -21,9 +21,9 @@ from elixir_moe.moe.experts import GroupedExperts
 from elixir_moe.quantized import decoders, formats
 from elixir_tools.models.gpt import GPT, GPTConfig
 from elixir_tools.models.lora import Lora
-from elixir_tools.verify import subject, training
+from elixir_tools.verify import cases, training
+from elixir_tools.verify.cases import Named, Source
 from elixir_tools.verify.oracle import next_token_loss, plain_mixtures, quantized_values
-from elixir_tools.verify.subject import Named, Source
 from tests.museum.cases import Case, judged, of_family, small
 
 MIXTURE = GPTConfig(n_layers=1, d_model=16, n_heads=2, vocab_size=32, seq_len=8, experts=(4,), checkpoint="none")
@@ -56,7 +56,7 @@ def labels_of_the_input() -> Iterator[None]:
         loss: Tensor = F.cross_entropy(logits.flatten(0, 1), batch[:, :-1].flatten()) + auxiliary
         return loss
 
-    with patch.object(subject, "lm_loss", broken):
+    with patch.object(cases, "lm_loss", broken):
         yield
 
 
@@ -336,7 +336,7 @@ def test_a_loop_over_experts_is_the_layer(changes: dict[str, Any]) -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     plain, batch = plain_mixtures(deepcopy(model)), torch.randint(MIXTURE.vocab_size, (4, 9))
-    losses = subject.lm_loss(model, batch), next_token_loss(plain, batch)
+    losses = cases.lm_loss(model, batch), next_token_loss(plain, batch)
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     for loss in losses:
         loss.backward()

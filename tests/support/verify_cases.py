@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elixir_tools.verify.subject import Named, Subject
+from elixir_tools.verify.cases import Named, TestCase
 
 E, D, ROWS = 4, 8, 4
 Case = tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Callable[[], Tensor]]
@@ -145,10 +145,10 @@ def talking() -> Case:
 class Louder(Named):
     """A GPT whose loss is 1 % larger under a plan than in plain PyTorch."""
 
-    def build(self, *, under_plan: bool = False) -> Subject:
-        subject = super().build(under_plan=under_plan)
-        step = subject.step
-        return replace(subject, step=lambda model, batch: step(model, batch) * 1.01) if under_plan else subject
+    def build(self, *, under_plan: bool = False) -> TestCase:
+        case = super().build(under_plan=under_plan)
+        step = case.step
+        return replace(case, step=lambda model, batch: step(model, batch) * 1.01) if under_plan else case
 
 
 def rank_1_sleeps() -> None:

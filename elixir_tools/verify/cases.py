@@ -35,7 +35,7 @@ FIRST_WORD = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
+class TestCase:
     """A model that has been built."""
 
     model: nn.Module
@@ -48,10 +48,10 @@ class Subject:
 
 
 class Source(Protocol):
-    """How a subject is built; the same in every process that draws from the same seed."""
+    """How a case is built; the same in every process that draws from the same seed."""
 
-    def build(self, *, under_plan: bool = False) -> Subject:
-        """The subject of the plain run, or that of the run under the plan.
+    def build(self, *, under_plan: bool = False) -> TestCase:
+        """The case of the plain run, or that of the run under the plan.
 
         The plain one is PyTorch, transformers and peft as they are; `oracle` computes mixtures and the loss of this
         library's GPT, and the values of frozen weights in 4 or 8 bits. Under the plan, experts are spread over the
@@ -128,9 +128,9 @@ class HuggingFace(_Asked):
 
         return getattr(transformers, self.architecture)(self.config()).train()
 
-    def build(self, *, under_plan: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> TestCase:
         """See `Source.build`."""
-        return Subject(model=self.prepared(self.base(), under_plan=under_plan), step=own_loss, sample=self.sample)
+        return TestCase(model=self.prepared(self.base(), under_plan=under_plan), step=own_loss, sample=self.sample)
 
     def sample(self) -> dict[str, Tensor]:
         """Random tokens."""
@@ -244,15 +244,15 @@ class Named:
     device: str = "cpu"
     """Of the ranks: "cpu" or "cuda"."""
 
-    def build(self, *, under_plan: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> TestCase:
         """See `Source.build`."""
         mesh = init_mesh(device_type=self.device) if under_plan and dist.get_world_size() > 1 else None
         model = GPT(self.config, mesh)
         if not under_plan:
-            return Subject(model=plain_mixtures(model), step=next_token_loss, sample=self.sample)
+            return TestCase(model=plain_mixtures(model), step=next_token_loss, sample=self.sample)
         if mesh is not None:
             annotate(model, gpt_patterns(model))
-        return Subject(model=model, step=lm_loss, sample=self.sample)
+        return TestCase(model=model, step=lm_loss, sample=self.sample)
 
     def sample(self) -> Tensor:
         """Random tokens."""
@@ -292,7 +292,7 @@ class Function(_Asked):
         """The function. Raises ConfigError if there is none."""
         return named_function(self.path, "--module", "a function without arguments that returns a model")
 
-    def build(self, *, under_plan: bool = False) -> Subject:
+    def build(self, *, under_plan: bool = False) -> TestCase:
         """See `Source.build`."""
         made = self.function()()
         several = isinstance(made, tuple)
@@ -316,9 +316,9 @@ class Function(_Asked):
                 module.p = 0.0
         if several:
             step, sample, optimizer = (*made[1:], None)[:3]
-            return Subject(model=model.train(), step=step, sample=sample, optimizer=optimizer)
+            return TestCase(model=model.train(), step=step, sample=sample, optimizer=optimizer)
         config = model.config
-        return Subject(model=model.train(), step=own_loss, sample=lambda: _tokens(config, self.rows, self.length))
+        return TestCase(model=model.train(), step=own_loss, sample=lambda: _tokens(config, self.rows, self.length))
 
 
 def function(path: str, **options: Any) -> Function:
@@ -328,11 +328,11 @@ def function(path: str, **options: Any) -> Function:
     return source
 
 
-def batch_of(subject: Subject, step: int, micro: int) -> Any:
+def batch_of(case: TestCase, step: int, micro: int) -> Any:
     """The batch with all ranks' rows, the same in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 * step + micro)
-        return subject.sample()
+        return case.sample()
 
 
 def parts_of(batch: Any, ranks: int) -> Iterator[Any]:
