@@ -1,7 +1,7 @@
 """What "LLM finetuning: memory requirements" (Birch, 2023) says in its text: part of ``make paper-table``.
 
 DeepSpeed's bytes a parameter beside those of the planner's ZeRO-1, and the totals of the conclusion beside
-`fit/estimate`. The blog's measurements of plain PyTorch are in tests/tools/fit/test_command.py.
+`fit/estimate`. The blog's measurements of plain PyTorch are in tests/benchmarks/test_paper_blog.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,16 @@ from dataclasses import replace
 from benchmarks.paper_table import MACHINE, task_of
 from elixir_moe.planner.hardware import Hardware
 from elixir_tools.fit import strategies
-from elixir_tools.fit.estimate import BLOG_MODELS, PlainStrategy
+from elixir_tools.fit.estimate import PlainStrategy
 
+BLOG_MODELS = {
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "openllama-3b": 3_426_473_600,
+    "llama-2-7b": 6_738_415_616,
+}
+"""Parameters of the models the blog measures."""
 MODEL = "opt-6.7b"
 """Ours. The blog gives DeepSpeed's bytes for no model of its own."""
 

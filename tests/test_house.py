@@ -76,7 +76,7 @@ PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
 PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "events", "units", "replay")]
 PURE += [f"planner.{name}" for name in ("cost", "hardware", "profile", "solve")]
-PURE += [f"elixir_tools.fit.{name}" for name in ("estimate", "zero_infinity")]
+PURE += ["elixir_tools.fit.estimate"]
 BUILDERS = {"dict", "list", "set", "deque", "Counter"}
 """Calls that make an object which can change."""
 HEAVY = ["megatron", "matplotlib", "rich", "yaml", "safetensors", "transformers", "triton"]

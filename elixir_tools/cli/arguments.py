@@ -13,7 +13,7 @@ from elixir_moe import __version__
 from elixir_moe.errors import ConfigError, did_you_mean
 from elixir_moe.ext.names import Master, Moments, SchemeName
 from elixir_tools.finetune.defaults import SFT
-from elixir_tools.fit import estimate, gpus, zero_infinity
+from elixir_tools.fit import gpus
 from elixir_tools.models import known as known_models
 from elixir_tools.models.shapes import names as models
 from elixir_tools.names import DTYPES, LARGEST, OPTIMIZERS, PLANS, TRAINERS, UNQUANTIZED, short_dtype
@@ -72,7 +72,7 @@ def parser_of(settings_help: str | None) -> Parser:
     check_parser.add_argument(
         "--disk", type=Path, metavar="FOLDER", help="where the disk is tried; by default the folder for temporary files"
     )
-    estimate_parser = verbs.add_parser("estimate", help="memory of plain strategies", allow_abbrev=False)
+    estimate_parser = verbs.add_parser("estimate", help="memory of a model in plain PyTorch", allow_abbrev=False)
     add_estimate(estimate_parser)
     verify_parser = verbs.add_parser(
         "verify", help="compare a model under a plan with plain PyTorch", allow_abbrev=False
@@ -253,24 +253,13 @@ class _Template(argparse.Action):
 
 def add_estimate(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of `estimate`."""
-    verb.add_argument("--model", choices=sorted(estimate.BLOG_MODELS), help="a model of the blog; by default all")
-    verb.add_argument("--parameters", type=int, metavar="N", help="parameters of another model")
+    verb.add_argument("--parameters", type=int, required=True, metavar="N", help="parameters of the model")
     verb.add_argument("--adapters", type=int, metavar="N", help="parameters of adapters; the model is frozen then")
     verb.add_argument(
         "--quantize", choices=get_args(SchemeName), help="of frozen parameters; by default they are in bf16"
     )
     verb.add_argument("--adamw", action="store_true", help="AdamW instead of stateless SGD")
     verb.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    tables = ", ".join(zero_infinity.TABLES)
-    verb.add_argument(
-        "--zero-infinity",
-        nargs="?",
-        const="figure-2a",
-        metavar="TABLE",
-        help=f"print a table of ZeRO-Infinity from its formulas: {tables}; by default figure-2a",
-    )
-    verb.add_argument("--efficiency", nargs=3, type=float, metavar=("AIT", "GB/S", "TFLOPS"), help="its equation 2")
-    verb.add_argument("--picture", type=Path, metavar="FILE", help="draw figure-3 as PNG")
 
 
 def add_verify(verb: argparse.ArgumentParser) -> None:

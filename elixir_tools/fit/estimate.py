@@ -6,14 +6,6 @@ are priced by `cost`. Source: "LLM finetuning: memory requirements" (Birch, 2023
 
 from dataclasses import dataclass
 
-BLOG_MODELS = {
-    "pythia-1.4b": 1_414_647_808,
-    "pythia-2.8b": 2_775_208_960,
-    "pythia-6.9b": 6_857_302_016,
-    "openllama-3b": 3_426_473_600,
-    "llama-2-7b": 6_738_415_616,
-}
-"""Parameters of the models the blog measures."""
 _REUSED = 0.25
 """Fraction of the half-precision copies' memory that gradients reuse as backward frees it: the blog measures AMP at 1.1
 to 1.6 bytes a parameter instead of 2."""

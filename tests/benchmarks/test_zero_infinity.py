@@ -1,30 +1,19 @@
 """ZeRO-Infinity's tables from formulas, against the figures that the paper prints, and the command that shows them."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.paper_zero_infinity import compared
-from elixir_tools.cli.main import main
-from elixir_tools.fit import zero_infinity
-from elixir_tools.fit.zero_infinity import PEAK, SEQ, Transformer, efficiency
+from benchmarks import zero_infinity
+from benchmarks.paper_zero_infinity import compared, main
+from benchmarks.zero_infinity import PEAK, SEQ, Transformer, efficiency
 from tests.support.every import every
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    assert main(["estimate", *arguments, "--json"]) == 0
-    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
-    return rows
-
-
 @pytest.mark.parametrize(("table", "figures"), [("figure-2a", 30), ("figure-2b", 30), ("table-3", 12), ("table-4", 18)])
-def test_every_printed_figure_is_met_but_those_that_depart(
-    table: str, figures: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_printed_figure_is_met_but_those_that_depart(table: str, figures: int) -> None:
     compared, departs = 0, 0
-    for row in said(capsys, "--zero-infinity", table):
+    for row in zero_infinity.rows_of(table):
         for name, text in row["printed"].items():
             half = 0.5 * 10 ** -len(text.partition(".")[2])
             within = abs(row[name] - float(text)) <= half * (1 + 1e-9)
@@ -53,15 +42,14 @@ def test_intensities_are_what_the_paper_derives(batch: int, hidden: int, interva
     assert model.intensity("checkpoints", batch, SEQ) == 24 * hidden * interval
 
 
-def test_the_efficiency_is_that_of_a_step_that_computes_and_then_moves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_efficiency_is_that_of_a_step_that_computes_and_then_moves() -> None:
     model, bandwidth = Transformer(layers=8, hidden=8192, heads=64), 70e9
     compute = model.step_operations(2, SEQ) / PEAK
     moves = model.moved_bytes("gradients", 2, SEQ) / bandwidth
     assert zero_infinity.curve("gradients", 2, bandwidth) == pytest.approx(compute / (compute + moves), rel=1e-12)
     assert efficiency(1.0, zero_infinity.bandwidth_for(0.3, 1.0, 5.0), 5.0) == pytest.approx(0.3)
     # Section 7: a 5T model at batch 3 a GPU loses a quarter to parameters and gradients at 70 GB/s.
-    (row,) = said(capsys, "--efficiency", "3072", "70", "70")
-    assert 1 - row["efficiency"] == pytest.approx(0.25, abs=0.005)
+    assert 1 - efficiency(3072, 70e9, 70e12) == pytest.approx(0.25, abs=0.005)
 
 
 def test_table_4_is_met_within_a_hundredth_and_holds_what_was_measured() -> None:
@@ -77,8 +65,8 @@ def test_the_text_of_section_7_holds() -> None:
     assert every(ours == pytest.approx(printed, rel=0.035) for _, printed, ours in found), "the text rounds: 9 is 9.3"
 
 
-def test_the_text_about_figure_3_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = said(capsys, "--zero-infinity", "figure-3")
+def test_the_text_about_figure_3_holds() -> None:
+    rows = zero_infinity.rows_of("figure-3")
     claims = [row for row in rows if "where" in row]
     assert len(claims) == 6 and every(row["efficiency"] > float(row["at_least"]) for row in claims)
     for row in rows[: -len(claims)]:
@@ -87,40 +75,22 @@ def test_the_text_about_figure_3_holds(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_tables_are_shown_beside_the_paper_and_departures_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--zero-infinity"]) == 0
+    main(["figure-2a"])
     shown = capsys.readouterr().out
     assert "182.81 (182.81)" in shown and "1.56 (1.95*)" in shown and "\n* working_state_gb 1.95: " in shown
-    assert main(["estimate", "--zero-infinity", "figure-3"]) == 0
+    main(["figure-3"])
     assert capsys.readouterr().out.count("states  ") == 3, "each panel has its own columns"
 
 
 @pytest.mark.parametrize("table", ["figure-2b", "table-3", "table-4"])
 def test_the_document_shows_what_the_command_prints(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    assert main(["estimate", "--zero-infinity", table]) == 0
-    shown = [f"    $ elixir-moe estimate --zero-infinity {table}", *capsys.readouterr().out.splitlines()]
+    main([table])
+    shown = [f"    $ python -m benchmarks.paper_zero_infinity {table}", *capsys.readouterr().out.splitlines()]
     assert "\n    ".join(shown) in text
 
 
-def test_the_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "figure3.png"
-    said(capsys, "--zero-infinity", "figure-3", "--picture", str(picture))
+    main(["--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--zero-infinity", "figure-2c"], "did you mean 'figure-2b'"),
-        (["--zero-infinity", "table-3", "--picture", "a.png"], "--picture draws figure-3 alone"),
-        (["--picture", "a.png"], "--picture draws figure-3 alone"),
-        (["--zero-infinity", "figure-3", "--picture", "a.svg"], "expected a file that ends in .png"),
-        (["--zero-infinity", "figure-3", "--picture", "/no/such/a.png"], "cannot write '/no/such/a.png'"),
-    ],
-)
-def test_bad_requests_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert not out and message in err and err.count("\n") == 1 and "ConfigError" in err

@@ -25,14 +25,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
 }
-BLOG = {
-    "pythia-1.4b": [8.1, 8.4, 9.6, 10.5, 12.2, 12.6, 12.3, 14.8],
-    "pythia-2.8b": [8.1, 8.3, 9.7, 10.6, 12.3, 12.4, 12.5, 14.5],
-    "pythia-6.9b": [8.0, 8.3, 9.7, 10.6],
-    "openllama-3b": [8.1, 8.2, 9.3, 10.9, 12.4, 12.4, 12.6],
-    "llama-2-7b": [8.0, 8.2, 9.1, 10.7],
-}
-"""The blog's bytes a parameter: DDP off and on, in each AMP off and on, in each gradient accumulation off and on."""
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -145,23 +137,14 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--efficiency", "nan", "1", "1"],
-        ["--efficiency", "1", "inf", "1"],
         ["--parameters", "1" + 400 * "0"],
-        ["--adapters", "-1"],
+        ["--adapters", "-1", "--parameters", "1"],
     ],
 )
 def test_an_estimate_of_no_number_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out and f"{arguments[0]}: expected" in err
-
-
-def test_bytes_of_plain_strategies_are_the_blogs(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = said(capsys, "estimate")["rows"]
-    for model, measured in BLOG.items():
-        found = [row["bytes_per_parameter"] for row in rows if row["model"] == model]
-        assert found[: len(measured)] == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(("scheme", "each"), [(None, 2.0), ("nf4", 0.5625), ("fp8", 1 + 4 / 128**2)])
@@ -178,7 +161,7 @@ def test_a_frozen_model_costs_its_bytes_and_adapters_their_state(
 
 
 def test_an_estimate_quantizes_what_is_frozen_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--quantize", "nf4"]) == 2
+    assert main(["estimate", "--parameters", "1000", "--quantize", "nf4"]) == 2
     assert "give the number of trained ones by --adapters" in capsys.readouterr().err
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import zero_infinity
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.solve import Task, device_bytes_for, price, shortage, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.cli.main import main
-from elixir_tools.fit import strategies, zero_infinity
+from elixir_tools.fit import strategies
 from elixir_tools.fit.largest import Sizes, largest, largest_each
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import lm_loss

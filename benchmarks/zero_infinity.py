@@ -1,13 +1,13 @@
 """ZeRO-Infinity's estimates: memory and bandwidth of massive models, beside the figures that the paper prints.
 
 Owns the formulas of sections 3 and 4 (equations 1 to 4), the tables made of them, and the paper's figures
-(`papers/zero_infinity.json`). Pure arithmetic; knows no model and no plan of this library.
+(`zero_infinity.json`). Pure arithmetic; knows no model and no plan of this library.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 States = Literal["gradients", "optimizer", "checkpoints"]
@@ -125,8 +125,7 @@ def curve(states: States, case: int, bandwidth: float) -> float:
 
 def printed(table: str) -> list[Row]:
     """The rows that the paper prints, as text where it prints a figure."""
-    path = resources.files("elixir_tools.fit").joinpath("papers", "zero_infinity.json")
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))[table]
+    rows: list[Row] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))[table]
     return rows
 
 
@@ -273,4 +272,4 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "table-4": lambda: _beside("table-4", _table_4()),
     "text": lambda: _beside("text", _text()),
 }
-"""What `elixir-moe estimate --zero-infinity` prints, by name."""
+"""What `python -m benchmarks.paper_zero_infinity` prints, by name."""
