@@ -1,10 +1,12 @@
-"""Exchanges of small values between all ranks, and errors that all ranks raise together.
+"""Exchanges of small values between all ranks, comparisons of them, and errors that all ranks raise together.
 
 Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank. Owns
-the gloo process groups on which the ranks of a wrapped model agree.
+the message about a value that differs between ranks, and the gloo process groups on which the ranks of a wrapped model
+agree.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -12,14 +14,75 @@ import torch.distributed as dist
 
 from elixir_moe.distributed.collectives import Communicator, drop_groups, end_gloo, make_groups, world_timeout
 from elixir_moe.distributed.waits import Wait
-from elixir_moe.errors import ElixirError
+from elixir_moe.errors import ElixirError, UsageError
 
 T = TypeVar("T")
+_NOTHING = "nothing"
+"""What a rank has in the place of a key or an item that another has."""
+_MOST_TEXT = 300
+"""Most characters of a value in a message."""
 
 
 def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
     """The small `value` of every rank of `process_group`, by default of the world, in rank order. Collective."""
     return _gathered(value, process_group, "an exchange between all ranks")
+
+
+def agree(
+    what: str,
+    value: object,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    remedy: str,
+    error: type[ElixirError] = UsageError,
+) -> None:
+    """Raises an error on all ranks unless `value` is the same on each of them. Collective.
+
+    Args:
+        what: the value in words, for the message of `disagreement`, which `remedy` follows.
+        value: small plain data.
+        process_group: the ranks; by default the world.
+        remedy: what to change.
+        error: the type to raise.
+    """
+    everyone = gathered(value, process_group)
+    found = disagreement(what, everyone, dist.get_process_group_ranks(process_group))
+    if found is not None:
+        raise error(f"{found}: {remedy}")
+
+
+def disagreement(what: str, everyone: Sequence[object], ranks: Sequence[int] | None = None) -> str | None:
+    """The first difference between the values of ranks, in words; None if there is none.
+
+    Mappings are compared by key and sequences by item; other values by how they are written, so that NaN equals NaN.
+    `ranks` has the number of each rank; by default they are counted from 0.
+    """
+    numbers = range(len(everyone)) if ranks is None else ranks
+    for rank, other in zip(numbers, everyone, strict=True):
+        if (found := _difference("", everyone[0], other)) is not None:
+            where, first, second = found
+            both = f"{first} on rank {numbers[0]}, {second} on rank {rank}"
+            return f"ranks disagree about {what}: {where or 'it'} is {both}"
+    return None
+
+
+def _difference(where: str, one: object, other: object) -> tuple[str, str, str] | None:
+    """(path, value, other value) of the first place where two values differ."""
+    places: Iterable[tuple[str, object, object]]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        keys = dict.fromkeys([*one, *other])
+        name = (lambda key: f"{where}[{key!r}]") if where else str
+        places = ((name(key), one.get(key, _NOTHING), other.get(key, _NOTHING)) for key in keys)
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = enumerate(zip_longest(one, other, fillvalue=_NOTHING))
+        places = ((f"{where}[{i}]" if where else f"item {i}", *pair) for i, pair in pairs)
+    else:
+        return None if repr(one) == repr(other) else (where, _shown(one), _shown(other))
+    return next(filter(None, (_difference(*place) for place in places)), None)
+
+
+def _shown(value: object) -> str:
+    return (value if isinstance(value, str) and value else repr(value))[:_MOST_TEXT]
 
 
 def raise_on_all_ranks(

@@ -1,6 +1,6 @@
 """Ranks as one: their agreement, a watch over what they wait for, and how they end."""
 
-from elixir_moe.distributed.all_ranks import gathered, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import agree, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import abort_nccl, world_timeout
 from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
@@ -11,6 +11,7 @@ __all__ = [
     "BusyTime",
     "Watchdog",
     "abort_nccl",
+    "agree",
     "default_store",
     "fake_store",
     "gathered",

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from numbers import Real
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.packing import Piece
-from elixir_moe.distributed.all_ranks import ControlGroups, gathered, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import ControlGroups, disagreement, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.distributed.waits import Series, Wait
 from elixir_moe.errors import UsageError
@@ -38,8 +38,6 @@ _BITS = 32
 """Bits of a number that is the same on all ranks."""
 _OF_MEMBERS = {"params", "param_names"}
 """What a param_group has beside options."""
-_MOST_TEXT = 200
-"""Most characters of one rank's request in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,11 +145,12 @@ class StepDecision:
 
     def compare_stepped(self, everyone: Sequence[Options]) -> None:
         """Raises UsageError unless all peers, in rank order, have made the last step with the same options."""
-        if (other := _first_other(everyone)) is not None:
+        found = disagreement("the options of the last step", _by_group(everyone), self._groups.peers)
+        if found is not None:
             self._phase.write("a step with different options")
             raise UsageError(
-                f"ranks have updated with different options: {_difference(everyone, (0, other), self._groups.peers)}, "
-                f"set between clipping and step(): go on from a checkpoint (em.load), and set them alike on every rank"
+                f"{found}, set between clipping and step(): continue from a checkpoint (em.load), and set them alike "
+                f"on every rank"
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -383,45 +382,23 @@ class StepDecision:
         chunks = [self._scheduler.chunks[index].label for index in self._scheduler.gathers.gathered]
         everyone = gathered((asked, options, self.stepped, chunks), self._groups.peers_group)
         clips, rates, stepped, gathers = zip(*everyone, strict=True)
-        if (other := _first_other(gathers)) is not None:
-            pairs = zip_longest(gathers[0], gathers[other], fillvalue="nothing more")
-            first, second = next(pair for pair in pairs if pair[0] != pair[1])
-            self._phase.part(
-                f"since the last backward began rank {self._groups.peers[0]} has gathered {first} where rank "
-                f"{self._groups.peers[other]} has gathered {second}, so gradients may come from other weights"
-            )
+        peers = self._groups.peers
+        if (found := disagreement("the chunks gathered since the last backward began", gathers, peers)) is not None:
+            self._phase.part(f"{found}, so gradients may come from other weights")
         self.compare_stepped(stepped)
-        if (other := _first_other(clips)) is not None:
-            said = [f"rank {self._groups.peers[i]} calls {clips[i][:_MOST_TEXT] or 'nothing'}" for i in (0, other)]
-            raise UsageError(
-                f"ranks clip differently: {said[0]}, {said[1]}; every rank clips the same parameters to the same limit"
-            )
-        if (other := _first_other(rates)) is not None:
+        if (found := disagreement("clipping", [clip or "no call" for clip in clips], peers)) is not None:
+            raise UsageError(f"{found}: every rank clips the same parameters to the same limit")
+        if (found := disagreement("the options of the step", _by_group(rates), peers)) is not None:
             remedy = "set them alike on every rank, as a scheduler does that sees the mean of all ranks' losses"
             if begun:
                 self._phase.write("a step with different options")
                 remedy = f"{begun} chunks were updated in backward already: go on from a checkpoint (em.load)"
-            raise UsageError(
-                f"ranks update with different options: {_difference(rates, (0, other), self._groups.peers)}; {remedy}"
-            )
+            raise UsageError(f"{found}: {remedy}")
 
 
-def _first_other(values: Sequence[object]) -> int | None:
-    """The first index whose value is not that of index 0; the values are compared as they are written."""
-    return next((i for i, value in enumerate(values) if repr(value) != repr(values[0])), None)
-
-
-def _difference(rates: Sequence[Options], two: tuple[int, int], ranks: Sequence[int]) -> str:
-    """The first option that differs between two ranks, with its values."""
-    first, second = (rates[i] for i in two)
-    if len(first) != len(second):
-        return " and ".join(f"rank {ranks[i]} has {len(rates[i])} param_groups" for i in two)
-    names = [
-        (index, name) for index, both in enumerate(zip(first, second, strict=True)) for name in {**both[0], **both[1]}
-    ]
-    index, name = next((i, n) for i, n in names if repr(first[i].get(n)) != repr(second[i].get(n)))
-    values = ", ".join(f"{rates[i][index].get(name)} on rank {ranks[i]}" for i in two)
-    return f"param_groups[{index}][{name!r}] is {values}"
+def _by_group(everyone: Sequence[Options]) -> list[dict[str, Options]]:
+    """The options of each rank under the name that users know."""
+    return [{"param_groups": options} for options in everyone]
 
 
 def _number(value: object) -> object:

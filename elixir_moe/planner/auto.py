@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.distributed.all_ranks import gathered, made_on_all_ranks, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import disagreement, gathered, made_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
@@ -227,8 +227,8 @@ def _room(peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyo
     device and host share it too."""
     cuda = device.type == "cuda"
     budgets = [theirs.budget_bytes for theirs in everyone]
-    if len(set(budgets)) > 1:
-        raise ConfigError(f"Plan.auto's budget differs between ranks: {budgets} bytes")
+    if (found := disagreement("the budget of Plan.auto", budgets)) is not None:
+        raise ConfigError(f"{found}: give all ranks the same")
     hosts = [theirs.host for theirs in everyone]
     left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
     most = min(everyone[rank].device_bytes for rank in peers) if cuda else left

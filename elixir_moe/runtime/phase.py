@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.all_ranks import gathered
+from elixir_moe.distributed.all_ranks import disagreement, gathered
 from elixir_moe.errors import ElixirError, OutOfStepError, UsageError
 from elixir_moe.runtime.autograd import in_backward
 
@@ -246,12 +246,12 @@ class Phase:
 
     def compare(self, places: Sequence[Place], ranks: Sequence[int]) -> None:
         """Raises OutOfStepError, now and ever after, unless the places of all `ranks` are the same."""
-        for rank, place in zip(ranks, places, strict=True):
-            if place != places[0]:
-                self.part(
-                    f"rank {ranks[0]} {_in_words(places[0])}, rank {rank} {_in_words(place)}, as after an interrupt "
-                    f"where one rank gave up what another did; they would mix different steps"
-                )
+        found = disagreement("their place in training", [_in_words(place) for place in places], ranks)
+        if found is not None:
+            self.part(
+                f"{found}, as after an interrupt where one rank gave up what another did; they would mix different "
+                f"steps"
+            )
 
     def agree(self, process_group: dist.ProcessGroup) -> None:
         """Compares the places of all ranks of a process group. Collective; raises as `compare`."""
@@ -268,4 +268,4 @@ def _apart(what: str) -> str:
 
 
 def _in_words(place: Place) -> str:
-    return f"has taken {place[0]} steps and {place[1]} backwards of the next one"
+    return f"after {place[0]} steps and {place[1]} backwards of the next one"

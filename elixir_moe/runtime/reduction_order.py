@@ -12,14 +12,13 @@ different places in training (`phase`), or if one has issued a collective that o
 
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from elixir_moe.chunks.step_machine import Answer, ParamId
-from elixir_moe.distributed.all_ranks import ControlGroups
+from elixir_moe.distributed.all_ranks import ControlGroups, disagreement
 from elixir_moe.distributed.collectives import Work, end_gloo
 from elixir_moe.distributed.waits import Series, Wait
 from elixir_moe.errors import LayoutError
@@ -132,14 +131,8 @@ class Peers:
 
     def _difference(self, verb: str, chunks: Sequence[int]) -> str:
         """The first difference between ranks, in words. Collective."""
-        everyone = self._exchanged(chunks)
-        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-        pairs = zip_longest(everyone[0], everyone[other])
-        first, second = next((self._name(a), self._name(b)) for a, b in pairs if a != b)
-        return (
-            f"since the last backward rank {self._ranks[0]} has {verb} {first} where rank {self._ranks[other]} has "
-            f"{verb} {second}"
-        )
+        everyone = [[self._labels[chunk] for chunk in theirs] for theirs in self._exchanged(chunks)]
+        return disagreement(f"the chunks {verb} since the last backward", everyone, self._ranks) or ""
 
     def _exchanged(self, mine: Sequence[Any]) -> list[Any]:
         """The list of every rank. Collective."""
@@ -147,9 +140,6 @@ class Peers:
         with Wait("the comparison of what ranks have run", self._ranks):
             dist.all_gather_object(everyone, list(mine), group=self._groups.peers_group)
         return everyone
-
-    def _name(self, chunk: int | None) -> str:
-        return "nothing more" if chunk is None else self._labels[chunk]
 
 
 def _digest(numbers: Sequence[int]) -> int:

@@ -1,11 +1,12 @@
 """Comparisons between ranks before a model is wrapped: arguments, model and plan, and the memory of each host.
 
-Owns the comparisons and their messages. All functions are collective; checks on a single rank are in `checks`.
+Owns the choice of what is compared. All functions are collective; checks on a single rank are in `checks`.
 """
 
 import hashlib
+import json
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
-from elixir_moe.distributed.all_ranks import gathered
+from elixir_moe.distributed.all_ranks import agree, disagreement, gathered
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left, is_one_memory
 from elixir_moe.parallel.dtensor import local_of
@@ -29,14 +30,7 @@ def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights
     kinds = {"optimizer": type(optimizer).__name__, "plan": type(plan).__name__, "weights": _kind(weights)}
     if isinstance(plan, AutoPlan):
         kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
-    everyone = gathered(kinds)
-    for rank, theirs in enumerate(everyone):
-        for name, kind in theirs.items():
-            if kind != everyone[0].get(name, kind):
-                raise ConfigError(
-                    f"wrap was given {name}={everyone[0][name]} on rank 0 and {name}={kind} on rank {rank}: give all "
-                    f"ranks the same"
-                )
+    agree("the arguments of wrap", kinds, remedy="give all ranks the same", error=ConfigError)
 
 
 def _kind(value: object) -> str | None:
@@ -48,31 +42,20 @@ def agree_on(plan: Plan, model: ModelSpec) -> None:
 
     These are all ranks in the meshes of its patterns. Another pipeline stage has other ranks and another model.
     """
-    lines = [f"plan {replace(plan, disk=plan.disk and 'a folder').to_json()}"]  # the folder may differ between hosts
+    given = json.loads(replace(plan, disk=plan.disk and "a folder").to_json())  # the folder may differ between hosts
+    lines = []
     for parameter, spec in zip(model.parameters, model.params, strict=True):
         pattern = pattern_of(parameter) or replicated_everywhere()
-        lines.append(
-            f"parameter {spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}"
-        )
-    everyone = gathered((model.ranks, hashlib.sha256("\n".join(lines).encode()).hexdigest()))
+        lines.append(f"{spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}")
+    described = {"plan": given, "parameters": lines}
+    everyone = gathered((model.ranks, hashlib.sha256(repr(described).encode()).hexdigest()))
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):
         return
-    models = gathered(lines)
+    models = gathered(described)
     for theirs, _ in everyone:
-        for rank in theirs:
-            for one, other in _differences(models[theirs[0]], models[rank]):
-                raise LayoutError(
-                    f"ranks disagree about the plan or the model. Rank {theirs[0]}: {one}. Rank {rank}: {other}. "
-                    f"Build the same model, patterns and plan on every rank of the patterns' meshes"
-                )
+        if (found := disagreement("the plan or the model", [models[rank] for rank in theirs], theirs)) is not None:
+            raise LayoutError(f"{found}: build the same model, patterns and plan on every rank of the patterns' meshes")
     raise LayoutError(f"ranks disagree about who wraps this model: {[theirs for theirs, _ in everyone]}")
-
-
-def _differences(a: list[str], b: list[str]) -> Iterator[tuple[str, str]]:
-    for i in range(max(len(a), len(b))):
-        mine, other = a[i] if i < len(a) else "nothing", b[i] if i < len(b) else "nothing"
-        if mine != other:
-            yield mine, other
 
 
 def host_bytes_of_a_rank(ranks: Sequence[int]) -> int:

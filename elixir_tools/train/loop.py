@@ -26,7 +26,7 @@ from elixir_moe import full_state_dict, init_mesh, inspect
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.measure import is_out_of_memory
 from elixir_moe.ext.plans import seconds_text
-from elixir_moe.ext.ranks import BusyTime, Watchdog, default_store, gathered, is_broken_collective, world_timeout
+from elixir_moe.ext.ranks import BusyTime, Watchdog, agree, default_store, is_broken_collective, world_timeout
 from elixir_tools import settings
 from elixir_tools.report.directory import CONTROL, Claim
 from elixir_tools.report.records import StepRecord, Summary, process_bytes, totals
@@ -172,14 +172,7 @@ def _train(
 def _check_alike(config: TrainConfig, data: Text) -> None:
     """Raises ConfigError if ranks train another model, or on other data: each has read its own files. Collective."""
     mine = identity(config, data) | {"run.steps": config.run.steps, "run.accumulation": config.run.accumulation}
-    first, *others = gathered(mine)
-    for rank, theirs in enumerate(others, 1):
-        for key in {**first, **theirs}:
-            if theirs.get(key) != first.get(key):
-                raise ConfigError(
-                    f"{key} is {theirs.get(key)} on rank {rank}, but {first.get(key)} on rank 0: give all ranks the "
-                    f"same settings, model and data"
-                )
+    agree("what they train", mine, remedy="give all ranks the same settings, model and data", error=ConfigError)
 
 
 def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:

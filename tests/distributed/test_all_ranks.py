@@ -1,11 +1,13 @@
 """What is an error of one rank is an error of all, of the same type and with the same text."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from elixir_moe.distributed.all_ranks import Deferred, gathered, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import Deferred, agree, disagreement, gathered, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ElixirError, PlanError
 from tests.support.ranks import RankPool
 
@@ -67,3 +69,37 @@ def test_a_failure_between_collectives_of_all_waits_for_the_last(ranks: Ranks) -
     first, second = ranks(2).run(deferred)
     assert first == (["first"], "[rank 0] KeyError: 'second'")
     assert second == (["first", "second", "third"], first[1])
+
+
+def agreed_on(values: list[Any]) -> str:
+    """(rank) The error of an agreement on a value for each rank; empty if there is none."""
+    try:
+        agree("it all", values[dist.get_rank()], remedy="give one", error=PlanError)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_learn_that_they_disagree(ranks: Ranks) -> None:
+    assert ranks(2).run(agreed_on, [{"a": [1, 2]}, {"a": [1, 2]}]) == ["", ""]
+    said = "ranks disagree about it all: a[1] is 2 on rank 0, 3 on rank 1: give one"
+    assert ranks(2).run(agreed_on, [{"a": [1, 2]}, {"a": [1, 3]}]) == [said, said]
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ([1, 1, 2], "it is 1 on rank 4, 2 on rank 9"),
+        (["", "x"], "it is '' on rank 4, x on rank 6"),
+        ([[1], [1, 2]], "item 1 is nothing on rank 4, 2 on rank 6"),
+        ([{"a": 0}, {"a": 0, "b": {"c": 1}}], "b is nothing on rank 4, {'c': 1} on rank 6"),
+        ([{"a": {"c": 1}}, {"a": {"c": 2}}], "a['c'] is 1 on rank 4, 2 on rank 6"),
+        ([1, 1.0], "it is 1 on rank 4, 1.0 on rank 6"),
+        ([math.nan, math.nan], None),
+        ([{"a": 0, "b": 1}, {"b": 1, "a": 0}], None),
+        ([[], ()], None),
+    ],
+)
+def test_the_first_difference_is_named(values: list[object], where: str | None) -> None:
+    found = disagreement("what they do", values, [4, 6, 9][: len(values)])
+    assert found == (where and f"ranks disagree about what they do: {where}")

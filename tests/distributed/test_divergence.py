@@ -260,9 +260,9 @@ def test_ranks_come_to_one_order(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("used", "gathered", "message"),
     [
-        ([[3], [3]], [[2, 3], [3, 2]], r"rank 0 has gathered chunk 2 \(weight 2\) where rank 1 has gathered chunk 3"),
-        ([[3], [3]], [[2, 3], [2]], r"rank 0 has gathered chunk 3 \(weight 3\) where rank 1 has gathered nothing more"),
-        ([[3], [3, 2]], [[2, 3], [2, 3]], r"rank 0 has used chunk 3 \(weight 3\) where rank 1 has used chunk 2"),
+        ([[3], [3]], [[2, 3], [3, 2]], r"gathered .*: item 0 is chunk 2 \(weight 2\) on rank 0, chunk 3"),
+        ([[3], [3]], [[2, 3], [2]], r"gathered .*: item 1 is chunk 3 \(weight 3\) on rank 0, nothing on rank 1"),
+        ([[3], [3, 2]], [[2, 3], [2, 3]], r"used .*: item 0 is chunk 3 \(weight 3\) on rank 0, chunk 2"),
     ],
 )
 def test_ranks_that_part_learn_it_before_they_mix_gradients(
@@ -276,7 +276,7 @@ def test_ranks_that_part_learn_it_before_they_mix_gradients(
 def test_ranks_that_are_out_of_step_learn_where_they_parted(ranks: Ranks) -> None:
     for text in ranks(2).run(agree, [[3], [3]], [[2, 3], [2]], ([5, 1], [4, 1])):
         assert text.startswith("some ranks have issued more gathers or reductions than others")
-        assert "rank 0 has gathered chunk 3 (weight 3) where rank 1 has gathered nothing more" in text
+        assert "item 1 is chunk 3 (weight 3) on rank 0, nothing on rank 1" in text
         assert text.endswith("start all ranks again, from the latest checkpoint")
 
 
@@ -301,7 +301,7 @@ def step_apart() -> str:
 def test_ranks_that_have_gathered_other_weights_in_backward_take_no_step(ranks: Ranks) -> None:
     for said in ranks(2).run(step_apart):
         assert re.match(
-            r"since the last backward began rank 0 has gathered (chunk \d \(.*\)) where rank 1 has gathered (.*), so ",
+            r"ranks disagree about the chunks gathered .*: item \d is chunk \d \(.*\) on rank 0, .* on rank 1, so ",
             said,
         )
 

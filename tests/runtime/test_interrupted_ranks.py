@@ -18,7 +18,7 @@ from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 PLANS = ("ddp", "zero2", "zero3", "offload")
-APART = r"rank 0 has taken {} steps and {} backwards .*, rank 1 has taken {} steps and {} backwards"
+APART = r"after {} steps and {} backwards .* on rank 0, after {} steps and {} backwards .* on rank 1"
 
 
 def micro_batch(model: nn.Module) -> None:

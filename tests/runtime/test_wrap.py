@@ -228,7 +228,7 @@ def disagree(what: str) -> None:
 @pytest.mark.parametrize("what", ["plan", "model"])
 @pytest.mark.fault(5, 30)
 def test_ranks_that_disagree_are_told_the_first_difference(what: str, ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"Rank 0: .*Rank 1: ") as error:
+    with pytest.raises(RankError, match=r"the plan or the model: .* on rank 0, .* on rank 1: build") as error:
         ranks(2).run(disagree, what)
     assert set(error.value.types.values()) == {"LayoutError"} and len(error.value.types) == 2
 
@@ -259,12 +259,18 @@ def given_apart(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("optimizer", "ConfigError: wrap was given optimizer=AdamW on rank 0 and optimizer=SGD on rank 1"),
-        ("auto", "ConfigError: wrap was given plan=AutoPlan on rank 0 and plan=Plan on rank 1"),
-        ("hardware", "ConfigError: wrap was given hardware=str on rank 0 and hardware=None on rank 1"),
+        (
+            "optimizer",
+            "ConfigError: ranks disagree about the arguments of wrap: optimizer is AdamW on rank 0",
+        ),
+        ("auto", "ConfigError: ranks disagree about the arguments of wrap: plan is AutoPlan on rank 0, Plan on rank 1"),
+        (
+            "hardware",
+            "ConfigError: ranks disagree about the arguments of wrap: hardware is str on rank 0",
+        ),
         ("plan", "ConfigError: [rank 1] plan='zero7': expected an em.Plan"),
         ("disk", "ConfigError: [rank 1] the plan has disk_chunks=1: say in which folder their file goes"),
-        ("model", "LayoutError: ranks disagree about the plan or the model. Rank 0: "),
+        ("model", "LayoutError: ranks disagree about the plan or the model: "),
     ],
 )
 @pytest.mark.fault(5)

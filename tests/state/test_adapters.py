@@ -765,7 +765,7 @@ def saved_otherwise(folder: Path) -> str:
 
 
 def test_ranks_agree_on_what_is_saved(tmp_path: Path, ranks: Ranks) -> None:
-    message = "frozen=True on rank 0, False on rank 1: pass one value"
+    message = "ranks disagree about frozen: it is True on rank 0, False on rank 1: pass one value"
     assert ranks(2).run(saved_otherwise, tmp_path / "saved") == [message] * 2
 
 

@@ -155,11 +155,11 @@ def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Rank
     """Faults 7, 8 and 30."""
     said = {
         "exists": "good exists: save under another name",
-        "paths": "ranks name different directories: ",
-        "extra": "extra of rank 1 is not that of rank 0",
+        "paths": "ranks disagree about the directory of the checkpoint: ",
+        "extra": "ranks disagree about extra, by its hash: ",
         "one rank's extra": "[rank 1] extra is a type",
         "missing": "none: no such checkpoint",
-        "asynchronous": "asynchronous=False on rank 0, True on rank 1: pass one value",
+        "asynchronous": "asynchronous: it is False on rank 0, True on rank 1",
         "gradients": "gradients wait for a step",
         "damaged": "good/rank-00001.safetensors is damaged",
     }
@@ -173,9 +173,7 @@ def test_what_is_refused_is_refused_on_all_ranks_and_changes_nothing(ranks: Rank
 def test_a_buffer_of_another_shape_on_each_rank_is_refused_by_the_save(ranks: Ranks, tmp_path: Path) -> None:
     """No load could read it."""
     for message in ranks(2).run(unlike_buffers, tmp_path):
-        assert message.startswith(
-            "buffer 'queue' is torch.float32 of shape (2,) on rank 0, torch.float32 of shape (3,)"
-        )
+        assert message.startswith("ranks disagree about the buffers: queue is torch.float32 of shape (2,) on rank 0")
     assert not list(tmp_path.iterdir())
 
 

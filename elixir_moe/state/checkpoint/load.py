@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import disagreement, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -120,9 +120,8 @@ def load(
         return f"{directory.name} of {manifests[0].saved_ns}"
 
     found = raise_on_all_ranks("hashed the files of a checkpoint", hash_files, control, error=CheckpointError)
-    for rank, name in enumerate(found):
-        if name != found[0]:
-            raise CheckpointError(f"ranks load different checkpoints: {found[0]} (rank 0), {name} (rank {rank})")
+    if (different := disagreement("the checkpoint to load", found)) is not None:
+        raise CheckpointError(f"{different}: name one on all ranks, in a folder that all of them see")
     todo: list[_Todo] = []
     directory = path_of(path)
     files = Files(directory)

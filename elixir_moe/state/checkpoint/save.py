@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import disagreement, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError, did_you_mean
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.elements import Coded, InMemory, OnDisk
@@ -412,25 +412,30 @@ def _facts(
 
 
 def _compare(facts: list[_Facts]) -> None:
-    for rank, found in enumerate(facts):
-        if found.target != facts[0].target:
-            raise CheckpointError(
-                f"ranks name different directories: {facts[0].target} (rank 0), {found.target} (rank {rank})"
-            )
-        if found.extra_digest != facts[0].extra_digest:
-            raise CheckpointError(
-                f"extra of rank {rank} is not that of rank 0: what differs between ranks belongs into a list of all "
-                f"(torch.distributed.all_gather_object)"
-            )
-        for option in ("frozen", "asynchronous"):
-            if (here := getattr(found, option)) != (first := getattr(facts[0], option)):
-                raise CheckpointError(f"{option}={first} on rank 0, {here} on rank {rank}: pass one value")
-        for name, form in facts[0].buffer_forms.items():
-            if (here := found.buffer_forms.get(name)) != form:
-                raise CheckpointError(
-                    f"buffer {name!r} is {form} on rank 0, {here} on rank {rank}, and a checkpoint has one shape of "
-                    f"it: give it one on all ranks, or register it with persistent=False and keep it in extra"
-                )
+    """Raises CheckpointError unless all ranks save the same."""
+    forms = [{name: found.buffer_forms.get(name) for name in facts[0].buffer_forms} for found in facts]
+    for what, everyone, remedy in (
+        ("the directory of the checkpoint", [found.target for found in facts], "name one"),
+        (
+            "extra, by its hash",
+            [found.extra_digest for found in facts],
+            "what differs between ranks belongs into a list of all (torch.distributed.all_gather_object)",
+        ),
+        ("frozen", [_in_order(found.frozen) for found in facts], "pass one value"),
+        ("asynchronous", [found.asynchronous for found in facts], "pass one value"),
+        (
+            "the buffers",
+            forms,
+            "a checkpoint has one shape of a buffer, so give it one on all ranks, or register it with persistent=False "
+            "and keep it in extra",
+        ),
+    ):
+        if (different := disagreement(what, everyone)) is not None:
+            raise CheckpointError(f"{different}: {remedy}")
+
+
+def _in_order(frozen: bool | frozenset[str]) -> bool | list[str]:
+    return frozen if isinstance(frozen, bool) else sorted(frozen)
 
 
 def _base(model: nn.Module, wrapped: Wrapped, written: frozenset[str], process_group: dist.ProcessGroup) -> Base | None:

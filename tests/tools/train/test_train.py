@@ -146,7 +146,7 @@ def compare_with_others(name: str, out: str) -> None:
 @pytest.mark.parametrize("name", ["steps", "text", "neither"])
 def test_ranks_that_have_read_other_files_are_told_at_once(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Node-local copies of which one is stale."""
-    key = {"steps": "run.steps is 4 on rank 1, but 3 on rank 0", "text": "data.text is", "neither": ""}[name]
+    key = {"steps": "run.steps is 3 on rank 0, 4 on rank 1", "text": "data.text is", "neither": ""}[name]
     with pytest.raises(RankError, match=key) if key else nullcontext():
         ranks(2).run(compare_with_others, name, str(tmp_path))
 
