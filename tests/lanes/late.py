@@ -161,7 +161,7 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
         )
         patch.setattr(import_module("elixir_moe.optim.shard_update"), "adam_step", step_by_numbers)
         patch.setattr(blocks, "storage_uses", lambda tensor: 0)  # operations that wait hold their tensors
-        patch.setattr(SumOnDisk, "_take", issued_late(SumOnDisk._take))  # without a GPU no other thread takes it
+        patch.setattr(SumOnDisk, "_write", issued_late(SumOnDisk._write))  # without a GPU no other thread writes it
         for name in _ISSUED_LATE:
             if hasattr(dist, name):
                 patch.setattr(dist, name, issued_late(getattr(dist, name)))
