@@ -39,7 +39,7 @@ STOREYS: list[set[str]] = [
     {"chunks.param_spec", "chunks.residence"},
     {"chunks.packing"},
     {"chunks.cache_policy", "chunks.step_machine", "chunks.events"},
-    {"chunks.units"},
+    {"chunks.calls", "chunks.units"},
     {"chunks.plan", "chunks.replay", "chunks.statistics"},
     {"chunks.ledger"},
     {"chunks.settle"},
@@ -74,7 +74,7 @@ FLOORS = ("chunks", "hf")
 """Rooms whose files are on storeys of their own."""
 PURE = ["parallel.pattern"]
 PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
-PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "events", "units", "replay")]
+PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "events", "calls", "units", "replay")]
 PURE += [f"planner.{name}" for name in ("cost", "hardware", "profile", "solve")]
 PURE += ["elixir_tools.fit.estimate"]
 BUILDERS = {"dict", "list", "set", "deque", "Counter"}

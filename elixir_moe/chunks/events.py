@@ -1,6 +1,6 @@
 """What a model and one of its steps are, before packing.
 
-Owns `ModuleInfo` and `StepEvent`, and the order in which a step uses parameters. Pure: `search.trace` and
+Owns `ModuleInfo` and `StepEvent`, and the order in which a step uses parameters. Pure: `planner.trace` and
 `runtime.units` record events, and `chunks.replay` plays them.
 """
 
@@ -30,21 +30,16 @@ class ModuleInfo:
 
 
 class EventKind(Enum):
-    """The kind of an event of a step."""
+    """The kind of an event of a step. The first three happen in forward, and in backward where it is recomputed."""
 
     ENTER = auto()
-    """Forward enters a module."""
+    """A call enters a module."""
     LEAVE = auto()
+    """The call leaves it."""
     READ = auto()
     """A function reads parameters outside the modules they belong to."""
     REACH = auto()
     """Backward comes to the outputs of a module."""
-    AGAIN = auto()
-    """Backward enters a module: its checkpointed region is recomputed."""
-    LEAVE_AGAIN = auto()
-    """The recomputation leaves a module."""
-    READ_AGAIN = auto()
-    """Like `READ`, in backward."""
     UNPACK = auto()
     """An operator in backward wants a parameter that it has saved."""
     EXPECT = auto()
@@ -53,10 +48,7 @@ class EventKind(Enum):
     """A gradient is complete."""
 
 
-ENTER, LEAVE, READ, REACH, AGAIN, LEAVE_AGAIN, READ_AGAIN, UNPACK, EXPECT, ACCUMULATE = EventKind
-IN_BACKWARD = {ENTER: AGAIN, LEAVE: LEAVE_AGAIN, READ: READ_AGAIN}
-"""What the events of forward are where backward runs it again."""
-IN_FORWARD = IN_BACKWARD.keys()
+ENTER, LEAVE, READ, REACH, UNPACK, EXPECT, ACCUMULATE = EventKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,22 @@ class StepEvent:
     """Indices of the parameters that are read, unpacked or complete."""
     with_grad: bool = True
     """Autograd records what begins or ends."""
+    in_backward: bool = False
+    """A call or read happens in backward, which recomputes a checkpointed region."""
     run: int = 0
-    """Of `REACH`: how many runs of the module forward had left before; -1 for a run that backward has recomputed."""
-    same: bool = False
-    """Of `UNPACK`: the operator is that of the event of this kind before."""
+    """For `REACH`: how many runs of the module forward had left before; -1 for a run that backward has recomputed."""
+    same_operator: bool = False
+    """For `UNPACK`: the operator is that of the event of this kind before."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward enters a module again."""
+        return self.kind is ENTER and self.in_backward
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the event is part of a forward."""
+        return self.kind in (ENTER, LEAVE, READ) and not self.in_backward
 
 
 def by_first_use(
@@ -84,7 +88,7 @@ def by_first_use(
     The parameters of modules and events are renumbered to positions in that order. If the events have a backward, it
     says which modules are recomputed.
     """
-    entered = [event for event in events if event.kind in (ENTER, READ)]
+    entered = [event for event in events if event.kind in (ENTER, READ) and not event.in_backward]
     used = [p for event in entered for p in (event.params if event.kind is READ else modules[event.module].params)]
     moved = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(count)]))}
     again = _recomputed(modules, events) if has_backward(events) else {n for n, p in enumerate(modules) if p.recomputed}
@@ -100,7 +104,7 @@ def by_first_use(
 
 def has_backward(events: Iterable[StepEvent]) -> bool:
     """Whether events include a backward."""
-    return not all(event.kind in IN_FORWARD for event in events)
+    return not all(event.is_forward for event in events)
 
 
 def _recomputed(modules: Sequence[ModuleInfo], events: Iterable[StepEvent]) -> set[int]:
@@ -114,9 +118,9 @@ def _recomputed(modules: Sequence[ModuleInfo], events: Iterable[StepEvent]) -> s
             inside.setdefault(module.parent, set()).add(number)
     found, region = set[int](), set[int]()
     for event in events:
-        if event.kind is AGAIN:
+        if event.recomputes:
             region.add(event.module)
-        elif region and event.kind not in (LEAVE_AGAIN, READ_AGAIN):
+        elif region and not event.in_backward:
             around = {modules[number].parent for number in region}
             while around:
                 outer = around.pop()

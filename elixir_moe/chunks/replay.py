@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
+from elixir_moe.chunks.calls import CallStack
 from elixir_moe.chunks.events import (
     ACCUMULATE,
-    AGAIN,
     ENTER,
     EXPECT,
-    IN_BACKWARD,
-    IN_FORWARD,
     LEAVE,
-    LEAVE_AGAIN,
     REACH,
     READ,
-    READ_AGAIN,
     UNPACK,
     ModuleInfo,
     StepEvent,
@@ -88,15 +84,19 @@ class _Requests:
             chunks = self._cached_of[unit] = tuple(chunk for chunk in unit.chunks if chunk in self._cached)
         return chunks
 
-    def acquire(self, unit: Unit) -> None:
+    def acquire(self, unit: Unit, *, tracked: bool = True) -> None:
         self.held[unit] += 1
+        if not tracked:
+            return
         if chunks := self._moving(unit):
             self._ask(ACQUIRE, chunks)
             for chunk in chunks:
                 self._chunks[chunk] += 1
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, tracked: bool = True) -> None:
         self.held[unit] -= 1
+        if not tracked:
+            return
         if chunks := self._moving(unit):
             self._ask(RELEASE, chunks)
             for chunk in chunks:
@@ -115,6 +115,9 @@ class _Requests:
 
     def accept_gradient(self, slot: ParamId) -> None:
         self.reserve(slot[0])
+
+    def keep_writes(self, unit: Unit) -> None:
+        """Nothing: a replay writes no weights."""
 
     def reserve(self, chunk: int) -> None:
         if chunk in self._cached and chunk not in self._open:
@@ -139,7 +142,7 @@ class _Requests:
 
 
 class _Replay:
-    """The events of a step, played to a step machine as `runtime.hooks` would tell them under one layout."""
+    """The events of a step, as hooks would tell them under one layout."""
 
     def __init__(self, modules: Sequence[ModuleInfo], layout: Layout, requests: _Requests) -> None:
         self._modules = modules
@@ -148,10 +151,9 @@ class _Replay:
         self._trainable = {chunk.index for chunk in layout.chunks if chunk.key.trainable}
         self._requests = requests
         self._machine = StepMachine(self._units.values(), self._trainable, requests)
-        self._calls: list[tuple[int, int | None]] = []
-        """(module, position of entry) of the running calls; None for one without gradients."""
+        self._stack = CallStack(self._machine, requests)
         self._runs: dict[int, list[tuple[int, int]]] = {}
-        """By module: the positions of entry and exit of its runs."""
+        """By module: the positions of entry and exit of its runs in forward."""
         self._operator = 0
 
     def play(self, events: Iterable[StepEvent]) -> None:
@@ -161,15 +163,12 @@ class _Replay:
             LEAVE: self._leave,
             READ: self._read,
             REACH: self._reach,
-            AGAIN: self._again,
-            LEAVE_AGAIN: self._leave_again,
-            READ_AGAIN: self._read_again,
             UNPACK: self._unpack,
             EXPECT: self._expect,
             ACCUMULATE: self._accumulate,
         }
         for event in events:
-            if event.kind not in IN_FORWARD and self._machine.backward is None:
+            if not event.is_forward and self._machine.backward is None:
                 self._machine.begin()
             tell[event.kind](event)
         if self._machine.backward is not None:
@@ -179,34 +178,22 @@ class _Replay:
         unit = self._units.get(event.module)
         if unit is None and event.module:  # the first module is the model, which has hooks in any case
             self._read(replace(event, params=self._modules[event.module].params))  # if it runs outside of its unit
-            return
-        if not self._calls:
-            self._machine.begin_call()
-        training = event.with_grad or any(entered is not None for _, entered in self._calls[-1:])
-        entered = None if not training else 0 if unit is None else self._machine.enter(unit)
-        self._calls.append((event.module, entered))
+        else:
+            self._stack.enter(event.module, unit, with_grad=event.with_grad, in_backward=event.in_backward)
 
     def _leave(self, event: StepEvent) -> None:
-        if not self._calls or self._calls[-1][0] != event.module:
-            return
-        _, entered = self._calls.pop()
-        unit = self._units.get(event.module)
-        if unit is not None and entered is not None:
-            left = self._machine.leave(unit, with_grad=event.with_grad)
-            self._runs.setdefault(event.module, []).append((entered, left))
+        call = self._stack.leave(event.module, with_grad=event.with_grad)
+        if call is not None and call.left and not call.recomputes:
+            self._runs.setdefault(event.module, []).append((call.entered, call.left))
 
-    def _reader(self, event: StepEvent) -> Unit | None:
-        """The reader of the parameters that no unit holds."""
+    def _read(self, event: StepEvent) -> None:
+        """Reads the parameters that no unit holds: the others are as usual, and no function asks for them."""
         held, owners_of = self._requests.held, self._machine.owners_of
         slots = (self._slot_of[p] for p in event.params)
         free = tuple(slot for slot in slots if not any(held[unit] for unit in owners_of(slot)))
-        return self._machine.reader(free, lambda: "a read") if free else None
-
-    def _read(self, event: StepEvent) -> None:
-        training = event.with_grad or any(entered is not None for _, entered in self._calls[-1:])
-        if training and (reader := self._reader(event)) is not None:
-            self._machine.read(reader, inside=bool(self._calls))
-            self._requests.release(reader)
+        if free:
+            modes = {"with_grad": event.with_grad, "in_backward": event.in_backward}
+            self._stack.end_read(self._stack.begin_read(free, lambda: "a read", **modes))
 
     def _reach(self, event: StepEvent) -> None:
         unit = self._units.get(event.module)
@@ -214,30 +201,8 @@ class _Replay:
             runs = self._runs.get(event.module, [])
             self._machine.reach(unit, *(self._machine.positions(unit) if event.run < 0 else runs[event.run]))
 
-    def _again(self, event: StepEvent) -> None:
-        unit = self._units.get(event.module)
-        if unit is None:
-            self._read_again(replace(event, params=self._modules[event.module].params))
-        else:
-            self._machine.recompute(unit, with_grad=event.with_grad)
-
-    def _leave_again(self, event: StepEvent) -> None:
-        unit = self._units.get(event.module)
-        if unit is not None and unit.saves_no_weights:
-            self._machine.release_recomputed(unit)
-
-    def _read_again(self, event: StepEvent) -> None:
-        reader = self._reader(event)
-        if reader is None:
-            return
-        if event.with_grad:
-            self._machine.recompute(reader, with_grad=True)
-        else:
-            self._machine.read(reader, inside=False)
-            self._requests.release(reader)
-
     def _unpack(self, event: StepEvent) -> None:
-        self._operator += not event.same
+        self._operator += not event.same_operator
         for p in event.params:
             self._machine.unpack(self._slot_of[p][0], lambda: self._operator)
 
@@ -288,13 +253,13 @@ def _assumed_backward(
         again = region < run.entered
         if run.module < 0:
             if not again:  # a recomputation holds what it reads
-                yield from (StepEvent(UNPACK, params=(p,), same=i > 0) for i, p in enumerate(run.params))
+                yield from (StepEvent(UNPACK, params=(p,), same_operator=i > 0) for i, p in enumerate(run.params))
             yield from _accumulated(run.completes)
             continue
         yield StepEvent(REACH, run.module, run=-1 if again else run.run)
         if modules[run.module].recomputed and not again:
             region = run.entered
-            yield from (replace(event, kind=IN_BACKWARD[event.kind]) for event in events[run.entered + 1 : run.left])
+            yield from (replace(event, in_backward=True) for event in events[run.entered + 1 : run.left])
         sizes = [trainable[p] for p in run.completes]
         runs_others, in_turn = run.left > run.entered + 1, len(sizes) == 2 and sizes[0] < sizes[1]
         if len(sizes) > 1 and (runs_others or not in_turn):

@@ -2,7 +2,7 @@
 
 Owns the positions in a forward, the holds of a backward, the gradients that are still awaited, and the order in which
 chunks are reduced. Pure: it is told what happens, and calls `StepActions`. `runtime.hooks` tells it what a step does,
-and `chunks.replay` what a step will do, so that the requests of both are the same.
+and `chunks.replay` what a step will do, both by way of `chunks.calls`, so that the requests of both are the same.
 
     event      meaning                                          the machine
     enter      forward enters a unit                            holds the unit
@@ -70,11 +70,14 @@ class Unit:
 class StepActions(Protocol):
     """Carries out what the machine decides."""
 
-    def acquire(self, unit: Unit) -> None:
-        """Unshards a unit until `release`; holds are counted."""
+    def acquire(self, unit: Unit, *, tracked: bool = True) -> None:
+        """Unshards a unit until `release`; holds are counted. `tracked`: the request is part of a step."""
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, tracked: bool = True) -> None:
         """Ends one hold on a unit."""
+
+    def keep_writes(self, unit: Unit) -> None:
+        """Keeps what user code has written to the parameters of a reader."""
 
     def acquire_chunk(self, chunk: int) -> bool:
         """Unshards a chunk that nobody holds, until `release_chunk`; returns False if there is no need."""

@@ -7,7 +7,7 @@ they are those of torch's operators, also where Triton decodes in one pass: its 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -15,9 +15,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from elixir_moe.chunks.events import AGAIN, ENTER, REACH
+from elixir_moe.chunks.events import ENTER, REACH, StepEvent
 from elixir_moe.memory.slabs import bytes_of
-from elixir_moe.planner.events import Event
 from elixir_moe.quantized.decoders import FP8_BLOCK
 from elixir_moe.quantized.formats import scheme_called
 from elixir_moe.quantized.packed import packed_parameters
@@ -29,7 +28,12 @@ _SAMPLE = (4 * FP8_BLOCK, 4 * FP8_BLOCK)
 
 
 def decoding_bytes(
-    model: nn.Module, events: Iterable[Event], compute_dtype: torch.dtype | None, *, native: bool
+    model: nn.Module,
+    modules: Sequence[str],
+    events: Iterable[StepEvent],
+    compute_dtype: torch.dtype | None,
+    *,
+    native: bool,
 ) -> int:
     """Bytes read and written by all decodings of a step.
 
@@ -37,11 +41,12 @@ def decoding_bytes(
 
     Args:
         model: the traced model.
-        events: of the step, of all layers.
+        modules: the names of the modules that events number.
+        events: those of the step, of all layers.
         compute_dtype: as in `wrap`.
         native: whether the decoder is the native one, of one pass, or torch's operators.
     """
-    times: Mapping[str, int] = Counter(event.name for event in events if event.kind in (ENTER, AGAIN, REACH))
+    times: Mapping[str, int] = Counter(modules[event.module] for event in events if event.kind in (ENTER, REACH))
     total = 0.0
     for name, _, own, packed in packed_parameters(model):
         dtype = packed.computed_in or compute_dtype or packed.dtype

@@ -1,6 +1,6 @@
 """The events of a traced step: memory allocated and freed, arithmetic, and the modules that run.
 
-Owns `Event`, and `Recorder`, which records operators, modules and gradients while a step runs on fake tensors.
+Owns `CostEvent`, and `Recorder`, which records operators, modules and gradients while a step runs on fake tensors.
 """
 
 import math
@@ -19,18 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from elixir_moe.chunks.events import (
-    ACCUMULATE,
-    AGAIN,
-    ENTER,
-    LEAVE,
-    LEAVE_AGAIN,
-    REACH,
-    READ,
-    READ_AGAIN,
-    UNPACK,
-    EventKind,
-)
+from elixir_moe.chunks.events import ACCUMULATE, ENTER, LEAVE, REACH, READ, UNPACK, EventKind, StepEvent
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.meta_tensors import Recording, has_data
@@ -58,8 +47,8 @@ _PRODUCTS_INTO = (aten.mm.out, aten.addmm.out)
 _DEVICE = torch.ops.prim.device.default
 
 
-class Kind(Enum):
-    """The kind of an event beside those of `chunks.events.EventKind`."""
+class Cost(Enum):
+    """The kind of an event that costs time or memory."""
 
     MEMORY = auto()
     """Bytes allocated, or freed if negative."""
@@ -79,43 +68,48 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a step."""
+class CostEvent:
+    """What a traced step costs at one point."""
 
-    kind: Kind | EventKind
+    kind: Cost
     name: str = ""
-    """The module's name in the model."""
-    params: tuple[str, ...] = ()
-    """The parameters' names."""
-    with_grad: bool = True
-    """Whether autograd records what begins or ends."""
-    run: int = 0
-    """As `StepEvent.run`."""
-    same: bool = False
-    """As `StepEvent.same`."""
+    """The name of a mixture layer in the model, or as `Cost` says."""
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
 
 
-def peak_of(events: Iterable[Event]) -> int:
+TraceEvent = StepEvent | CostEvent
+
+
+def costs_of(events: Iterable[TraceEvent]) -> Iterator[CostEvent]:
+    """The events that cost time or memory."""
+    return (event for event in events if isinstance(event, CostEvent))
+
+
+def steps_of(events: Iterable[TraceEvent]) -> Iterator[StepEvent]:
+    """The events of modules and parameters, both numbered as in the whole model."""
+    return (event for event in events if isinstance(event, StepEvent))
+
+
+def peak_of(events: Iterable[TraceEvent]) -> int:
     """The most bytes allocated at once."""
-    return max(accumulate((event.nbytes for event in events if event.kind is Kind.MEMORY), initial=0))
+    return max(accumulate((event.nbytes for event in costs_of(events) if event.kind is Cost.MEMORY), initial=0))
 
 
-def kept_of(events: Iterable[Event]) -> tuple[list[int], list[int]]:
+def kept_of(events: Iterable[TraceEvent]) -> tuple[list[int], list[int]]:
     """(bytes that each checkpointed region keeps, peak bytes if those of the first n are in host memory, n from 0 on).
 
     As in `runtime.host_checkpoints`, inputs leave when the next region keeps its own, and begin to come back when the
     next region asks for its own. Both are empty if regions do not ask in the reverse order.
     """
     live, kept, asked = [0], list[tuple[int, int]](), list[int]()
-    for event in events:
-        if event.kind is Kind.MEMORY:
+    for event in costs_of(events):
+        if event.kind is Cost.MEMORY:
             live.append(live[-1] + event.nbytes)
-        elif event.kind is Kind.KEEP:
+        elif event.kind is Cost.KEEP:
             kept.append((event.nbytes, len(live)))
-        elif event.kind is Kind.ASK:
+        elif event.kind is Cost.ASK:
             asked.append(len(live))
             if len(asked) > len(kept) or event.nbytes != kept[-len(asked)][0]:
                 return [], []
@@ -135,7 +129,7 @@ class Recorder(Recording):
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.alive = 0
         """Number of storages allocated inside it that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -145,16 +139,16 @@ class Recorder(Recording):
         self._handles: list[Any] = []
         self._running = 0
         """Number of parts and reads that run in forward: what they save is rebuilt where backward wants it."""
-        self._runs: Counter[str] = Counter()
-        """By part: number of runs that have ended in forward."""
+        self._runs: Counter[int] = Counter()
+        """By module: number of runs that have ended in forward."""
         self._operator: int | None = None
         """Number of the node of autograd that has unpacked a parameter last."""
-        self._name_of: dict[Any, str] = {}
-        """The names of the parameters that replace the model's while it is traced."""
-        self._storages: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._index_of: dict[Any, int] = {}
+        """The indices of the parameters that replace the model's while it is traced."""
+        self._storages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The same by their storages."""
         self._model, self._parts, self._boundaries = model, parts, boundaries
-        self._names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+        self._parameters = list(model.parameters())
         self._places = {
             p: (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None
         }
@@ -168,17 +162,17 @@ class Recorder(Recording):
             self._known.add(local_of(tensor).untyped_storage())
         # Fake parameters replace the model's while it is traced.
         present: dict[Any, Any] = {p: module._parameters[key] for p, (module, key) in self._places.items()}
-        for p, name in self._names.items():
-            self._name_of[present[p]] = name
-            self._storages[local_of(present[p]).untyped_storage()] = name
+        for index, p in enumerate(self._parameters):
+            self._index_of[present[p]] = index
+            self._storages[local_of(present[p]).untyped_storage()] = index
         for number, (first, last) in enumerate(self._boundaries):
             self._mark_boundary(first, last, number)
-        for name, module in zip(self._parts.names, self._parts.modules, strict=True):
-            self._listen(module, name, ENTER, AGAIN)
-            leave = module.register_forward_hook(self._leaves(name), always_call=True)  # a recomputation stops early
+        for number, module in enumerate(self._parts.modules):
+            self._handles.append(module.register_forward_pre_hook(self._enters(number)))
+            leave = module.register_forward_hook(self._leaves(number), always_call=True)  # a recomputation stops early
             self._handles.append(leave)
         for name, module in self._mixtures:
-            self._listen(module, name, Kind.MIX, Kind.MIX_AGAIN)
+            self._handles.append(module.register_forward_pre_hook(self._mixes(name)))
         self._reading.enter_context(self._reads_heard(present))
         self._reading.enter_context(saved_tensors_hooks(self._saved, self._asked))
         for parameter in self._model.parameters():
@@ -210,7 +204,7 @@ class Recorder(Recording):
             self.events += _sent(func, args, out)
             return out
         if packet in flop_registry or packet in _UNREGISTERED:
-            self.events.append(Event(Kind.OPERATOR, flops=_flops(packet, args, kwargs, out)))
+            self.events.append(CostEvent(Cost.OPERATOR, flops=_flops(packet, args, kwargs, out)))
         elif made or func._schema.is_mutable:
             written = sum(_nbytes(t) for t in tensors_in(out))
             read = (
@@ -219,7 +213,7 @@ class Recorder(Recording):
                 else sum(_nbytes(t) for t in tensors_in((args, tuple(kwargs.values()))))
             )
             if "empty" not in packet.__name__:
-                self.events.append(Event(Kind.OPERATOR, traffic=read + written))
+                self.events.append(CostEvent(Cost.OPERATOR, traffic=read + written))
         return out
 
     def _take(self, tensor: Tensor) -> bool:
@@ -232,30 +226,39 @@ class Recorder(Recording):
         self._known.add(storage)
         self.alive += 1
         nbytes = storage.nbytes()
-        self.events.append(Event(Kind.MEMORY, nbytes=nbytes))
+        self.events.append(CostEvent(Cost.MEMORY, nbytes=nbytes))
         weakref.finalize(storage, self._give_back, nbytes).atexit = False
         return True
 
     def _give_back(self, nbytes: int) -> None:
         self.alive -= 1
         if self._listening:
-            self.events.append(Event(Kind.MEMORY, nbytes=-nbytes))
+            self.events.append(CostEvent(Cost.MEMORY, nbytes=-nbytes))
 
-    def _listen(self, module: nn.Module, name: str, forward: Kind | EventKind, backward: Kind | EventKind) -> None:
-        def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
-            rows = args[0].numel() // args[0].shape[-1] if forward is Kind.MIX else 0
-            kind = backward if in_backward() else forward
-            self._running += kind is ENTER
-            self.events.append(Event(kind, name, with_grad=torch.is_grad_enabled(), nbytes=rows))
+    def _record(self, kind: EventKind, module: int = -1, params: tuple[int, ...] = ()) -> None:
+        """Records a call or read, with the modes that it happens in."""
+        self.events.append(
+            StepEvent(kind, module, params, with_grad=torch.is_grad_enabled(), in_backward=in_backward())
+        )
 
-        self._handles.append(module.register_forward_pre_hook(enter))
+    def _enters(self, number: int) -> Any:
+        def enter(*_: object) -> None:
+            self._running += not in_backward()
+            self._record(ENTER, number)
+
+        return enter
+
+    def _mixes(self, name: str) -> Any:
+        def mix(_: nn.Module, args: tuple[Any, ...]) -> None:
+            kind = Cost.MIX_AGAIN if in_backward() else Cost.MIX
+            self.events.append(CostEvent(kind, name, nbytes=args[0].numel() // args[0].shape[-1]))
+
+        return mix
 
     def _reads_heard(self, present: Mapping[Any, Any]) -> AbstractContextManager[None]:
         @contextmanager
         def read(parameters: Sequence[Tensor]) -> Iterator[None]:
-            kind = READ_AGAIN if in_backward() else READ
-            names = tuple(self._name_of[p] for p in parameters)
-            self.events.append(Event(kind, params=names, with_grad=torch.is_grad_enabled()))
+            self._record(READ, params=tuple(self._index_of[p] for p in parameters))
             self._running += 1
             try:
                 yield
@@ -265,17 +268,15 @@ class Recorder(Recording):
         owned = zip(self._parts.modules, self._parts.parameters, strict=True)
         return reads_heard([(module, [present[p] for p in mine]) for module, mine in owned], read)
 
-    def _leaves(self, name: str) -> Any:
+    def _leaves(self, number: int) -> Any:
         def leave(_: nn.Module, args: object, output: object) -> None:
             run = -1
             if not in_backward():
-                run = self._runs[name]
-                self._runs[name] += 1
+                run = self._runs[number]
+                self._runs[number] += 1
                 self._running -= 1
-                self.events.append(Event(LEAVE, name, with_grad=torch.is_grad_enabled()))
-            else:
-                self.events.append(Event(LEAVE_AGAIN, name))
-            hook_outputs(output, lambda _: self.events.append(Event(REACH, name, run=run)))
+            self._record(LEAVE, number)
+            hook_outputs(output, lambda _: self.events.append(StepEvent(REACH, number, run=run)))
 
         return leave
 
@@ -284,12 +285,14 @@ class Recorder(Recording):
 
         def enter(*_: object) -> None:
             if not in_backward():
-                self.events.append(Event(Kind.BOUNDARY, "forward", nbytes=number))
+                self.events.append(CostEvent(Cost.BOUNDARY, "forward", nbytes=number))
 
         def leave(_: nn.Module, args: object, output: object) -> None:
             whose = [t for t in tensors_in(output) if t.requires_grad] if not in_backward() else []
             if whose:
-                whose[0].register_hook(lambda _: self.events.append(Event(Kind.BOUNDARY, "backward", nbytes=number)))
+                whose[0].register_hook(
+                    lambda _: self.events.append(CostEvent(Cost.BOUNDARY, "backward", nbytes=number))
+                )
 
         self._handles += [first.register_forward_pre_hook(enter), last.register_forward_hook(leave)]
 
@@ -299,9 +302,9 @@ class Recorder(Recording):
         local = local_of(tensor)
         if self._running and local.layout is torch.strided:
             with DisableTorchFunctionSubclass():
-                name = self._storages.get(local.untyped_storage())
-            if name is not None:
-                return _Saved(whole, parameter=name)
+                index = self._storages.get(local.untyped_storage())
+            if index is not None:
+                return _Saved(whole, parameter=index)
         region = None
         if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
             self._kept.add(tensor.untyped_storage())
@@ -309,25 +312,26 @@ class Recorder(Recording):
             if number != region_number():
                 region = [0]
                 self._region = region_number(), region
-                self.events.append(Event(Kind.KEEP))
+                self.events.append(CostEvent(Cost.KEEP))
             region[0] += _nbytes(tensor)
-            self.events[-1] = Event(Kind.KEEP, nbytes=region[0])
+            self.events[-1] = CostEvent(Cost.KEEP, nbytes=region[0])
         return _Saved(whole, region=region)
 
     def _asked(self, saved: "_Saved") -> Tensor:
         if saved.parameter is not None:
             number = running_node()
-            self.events.append(Event(UNPACK, params=(saved.parameter,), same=number == self._operator))
+            same = number == self._operator
+            self.events.append(StepEvent(UNPACK, params=(saved.parameter,), same_operator=same))
             self._operator = number
         elif saved.region and saved.region[0]:
-            self.events.append(Event(Kind.ASK, nbytes=saved.region[0]))
+            self.events.append(CostEvent(Cost.ASK, nbytes=saved.region[0]))
             saved.region[0] = 0
         return saved.tensor
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block at once."""
         parameter.grad = None
-        self.events.append(Event(ACCUMULATE, params=(self._name_of[parameter],)))
+        self.events.append(StepEvent(ACCUMULATE, params=(self._index_of[parameter],)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +339,13 @@ class _Saved:
     """A tensor that autograd has saved."""
 
     tensor: Tensor
-    parameter: str | None = None
-    """The parameter that it views."""
+    parameter: int | None = None
+    """The index of the parameter that it views."""
     region: list[int] | None = None
     """The bytes that its checkpointed region keeps, shared by the region's inputs."""
 
 
-def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
+def _sent(func: Any, args: Sequence[Any], out: Any) -> list[CostEvent]:
     """The event of a collective over several ranks; none for one rank, or for an operator that only waits."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     if "process_group" in named:
@@ -355,7 +359,7 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[Event]:
     name = func._overloadpacket.__name__
     twice = 1 + ("reduce" in name and "scatter" not in name)
     largest = max(sum(map(_nbytes, tensors_in(part))) for part in (*args, out))
-    return [Event(Kind.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
+    return [CostEvent(Cost.SENT, " ".join(map(str, dist.get_process_group_ranks(group))), nbytes=twice * largest)]
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:

@@ -3,20 +3,38 @@
 Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the events.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from elixir_moe.chunks.events import READ
+from elixir_moe.chunks.events import READ, StepEvent
 from elixir_moe.parallel.rules import pattern_of
-from elixir_moe.planner.events import Event, Kind
+from elixir_moe.planner.events import Cost, CostEvent, TraceEvent, steps_of
 
 _LONGEST_PERIOD = 4
 _FEWEST_PERIODS = 4
 """Three periods are traced, so a shorter run is not worth cutting."""
+
+
+class Names:
+    """The names of the modules and parameters that events number."""
+
+    def __init__(self, modules: Sequence[str], params: Sequence[str]) -> None:
+        self.params = params
+        self._modules = modules
+        self._module_of = {name: number for number, name in enumerate(modules)}
+        self._param_of = {name: index for index, name in enumerate(params)}
+
+    def moved(self, event: StepEvent, rename: Callable[[str], str]) -> StepEvent:
+        """The event for the module and the parameters that have the new names; what no other has keeps its number."""
+        module = event.module
+        if module >= 0:
+            module = self._module_of.get(rename(self._modules[module]), module)
+        params = (self._param_of.get(rename(self.params[p]), p) for p in event.params)
+        return replace(event, module=module, params=tuple(params))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +72,22 @@ class Cut:
         finally:
             self.layers._modules = everything
 
-    def renamed(self, events: Sequence[Event], moved: Mapping[int, int]) -> list[Event]:
-        """The events, with the names of layers of period `p` replaced by those of period ``moved[p]``."""
-        names = {self._layer(p, j): self._layer(q, j) for p, q in moved.items() for j in range(self.period)}
+    def moved(self, events: Sequence[TraceEvent], periods: Mapping[int, int], names: Names) -> list[TraceEvent]:
+        """The events, with what is in layers of period `p` replaced by what is in those of ``periods[p]``."""
+        layers = {self._layer(p, j): self._layer(q, j) for p, q in periods.items() for j in range(self.period)}
 
         def rename(name: str) -> str:
-            for old, new in names.items():
+            for old, new in layers.items():
                 if name == old or name.startswith(old + "."):
                     return new + name[len(old) :]
             return name
 
-        return [
-            replace(event, name=rename(event.name), params=tuple(map(rename, event.params)))
-            if event.name or event.params
-            else event
-            for event in events
-        ]
+        def move(event: TraceEvent) -> TraceEvent:
+            if isinstance(event, StepEvent):
+                return names.moved(event, rename)
+            return replace(event, name=rename(event.name)) if event.name else event
+
+        return [move(event) for event in events]
 
 
 def cuts_of(model: nn.Module) -> list[Cut]:
@@ -90,26 +108,26 @@ def cuts_of(model: nn.Module) -> list[Cut]:
     return found
 
 
-def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | None:
+def made_whole(events: Sequence[TraceEvent], cuts: Sequence[Cut], names: Names) -> list[TraceEvent] | None:
     """The events as if every layer had been traced; None if the traced periods do not determine the others."""
-    replaced: list[tuple[int, int, list[Event]]] = []
+    replaced: list[tuple[int, int, list[TraceEvent]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
         for position, event in enumerate(events):
-            if event.kind is Kind.BOUNDARY and event.nbytes // 3 == number:
+            if isinstance(event, CostEvent) and event.kind is Cost.BOUNDARY and event.nbytes // 3 == number:
                 if (event.name, event.nbytes % 3) in where:
                     return None  # a layer runs twice
                 where[event.name, event.nbytes % 3] = position
         order = [("forward", 0), ("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1), ("backward", 0)]
-        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(events, cut, where):
+        if sorted(where, key=where.__getitem__) != order or _read_elsewhere(events, cut, where, names):
             return None
         extra = range(2, cut.periods - 1)
         forward = events[where["forward", 1] : where["forward", 2]]
         backward = events[where["backward", 1] : where["backward", 0]]
         # Hooks on an output that is an inner module's too run before the boundary: they are of the period before.
-        last = cut.renamed(events[where["backward", 2] : where["backward", 1]], {1: cut.periods - 2})
-        between = [m for k in reversed(extra) for m in cut.renamed(backward, {1: k, 0: k - 1})]
-        forwards = [m for k in extra for m in cut.renamed(forward, {1: k})]
+        last = cut.moved(events[where["backward", 2] : where["backward", 1]], {1: cut.periods - 2}, names)
+        between = [m for k in reversed(extra) for m in cut.moved(backward, {1: k, 0: k - 1}, names)]
+        forwards = [m for k in extra for m in cut.moved(forward, {1: k}, names)]
         replaced.append((where["forward", 2], where["forward", 2], forwards))
         replaced.append((where["backward", 2], where["backward", 1], [*last, *between]))
     whole = list(events)
@@ -118,16 +136,18 @@ def made_whole(events: Sequence[Event], cuts: Sequence[Cut]) -> list[Event] | No
     return whole
 
 
-def _read_elsewhere(events: Sequence[Event], cut: Cut, where: Mapping[tuple[str, int], int]) -> bool:
+def _read_elsewhere(events: Sequence[TraceEvent], cut: Cut, where: Mapping[tuple[str, int], int], names: Names) -> bool:
     """Whether parameters of a traced period are read outside it: parameters of other periods may be read too."""
     for number, period in enumerate((0, 1, cut.periods - 1)):
         first = cut.start + period * cut.period
         prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
         inside = range(where["forward", number], where.get(("forward", number + 1), len(events)))
-        for position, event in enumerate(events):
-            its = event.kind is READ and any(name.startswith(prefixes) for name in event.params)
-            if its and position not in inside:
-                return True
+        mine = {index for index, name in enumerate(names.params) if name.startswith(prefixes)}
+        outside = (event for position, event in enumerate(events) if position not in inside)
+        if any(
+            not mine.isdisjoint(event.params) for event in steps_of(outside) if event.kind is READ and event.is_forward
+        ):
+            return True
     return False
 
 

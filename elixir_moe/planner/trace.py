@@ -13,7 +13,7 @@ Loops over experts and over the tokens of a loss are cut in the same way (`paral
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elixir_moe.chunks.events import EventKind, StepEvent, by_first_use
+from elixir_moe.chunks.events import by_first_use
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, Precision
 from elixir_moe.chunks.units import regions_of
 from elixir_moe.errors import ConfigError, ElixirError
@@ -34,9 +34,9 @@ from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.parallel.tiles import mark, tile_of
 from elixir_moe.planner import megatron_meta
 from elixir_moe.planner.decoding import decoding_bytes
-from elixir_moe.planner.events import Event, Kind, Recorder, kept_of, peak_of
+from elixir_moe.planner.events import Cost, CostEvent, Recorder, TraceEvent, costs_of, kept_of, peak_of, steps_of
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
-from elixir_moe.planner.repeat import Cut, cuts_of, made_whole
+from elixir_moe.planner.repeat import Cut, Names, cuts_of, made_whole
 from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
@@ -97,9 +97,10 @@ def trace(
     behind = weights_behind(model)
     listed = list(specs.values())
     parts = find_parts(model)
+    names = Names(parts.names, [name for name, _ in model.named_parameters()])
     cuts = [] if whole else cuts_of(model)
     try:
-        events = made_whole(_run(model, step, sample, specs, parts, cuts), cuts)
+        events = made_whole(_run(model, step, sample, specs, parts, cuts), cuts, names)
     except ConfigError:
         if not cuts:
             raise
@@ -107,12 +108,10 @@ def trace(
     if events is None:
         dtypes |= {"native_decoder": native_decoder}
         return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
-    numbers = {name: i for i, name in enumerate(parts.names)}
-    index_of = {p: i for i, p in enumerate(specs)}
-    found = list(_of_step(events, numbers, {name: index_of[p] for name, p in model.named_parameters()}))
-    order, part_specs, step_events = by_first_use(parts.specs, found, len(listed))
+    steps, costs = list(steps_of(events)), list(costs_of(events))
+    order, part_specs, step_events = by_first_use(parts.specs, steps, len(listed))
     regions = regions_of(part_specs)
-    kept, kept_peaks = kept_of(events)
+    kept, kept_peaks = kept_of(costs)
     return Profile(
         params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
         order=tuple(order),
@@ -120,15 +119,15 @@ def trace(
         events=step_events,
         parameters=sum(behind.get(p, logical_numel(p)) for p in specs),
         tokens=_tokens(sample) if tokens is None else tokens,
-        flops=sum(event.flops for event in events),
-        traffic_bytes=sum(event.traffic for event in events)
-        + decoding_bytes(model, events, compute_dtype, native=native_decoder),
-        activation_bytes=peak_of(events),
+        flops=sum(event.flops for event in costs),
+        traffic_bytes=sum(event.traffic for event in costs)
+        + decoding_bytes(model, parts.names, steps, compute_dtype, native=native_decoder),
+        activation_bytes=peak_of(costs),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),
         kept_peaks=tuple(kept_peaks),
-        exchanges=tuple(_exchanges(model, events, compute_dtype)),
-        sent=tuple(_sent(events)),
+        exchanges=tuple(_exchanges(model, costs, compute_dtype)),
+        sent=tuple(_sent(costs)),
     )
 
 
@@ -139,7 +138,7 @@ def _run(
     specs: Mapping[nn.Parameter, ParamSpec],
     parts: Parts,
     cuts: Sequence[Cut],
-) -> list[Event]:
+) -> list[TraceEvent]:
     boundaries = [pair for cut in cuts for pair in cut.boundaries]
     recorder = Recorder(model, parts, boundaries)
     with ExitStack() as stack:
@@ -236,26 +235,12 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def _of_step(events: Iterable[Event], parts: Mapping[str, int], params: Mapping[str, int]) -> Iterator[StepEvent]:
-    """What happens to parts and parameters, with their numbers in the place of names."""
-    for event in events:
-        if isinstance(event.kind, EventKind):
-            yield StepEvent(
-                event.kind,
-                module=parts.get(event.name, -1),
-                params=tuple(params[name] for name in event.params),
-                with_grad=event.with_grad,
-                run=event.run,
-                same=event.same,
-            )
-
-
-def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | None) -> Iterator[SentCollective]:
+def _exchanges(model: nn.Module, events: Sequence[CostEvent], dtype: torch.dtype | None) -> Iterator[SentCollective]:
     """The all-to-alls and matrix products of the mixture layers under balanced routing."""
     modules = dict(model.named_modules())
-    calls: dict[str, list[Event]] = {}
+    calls: dict[str, list[CostEvent]] = {}
     for event in events:
-        if event.kind in (Kind.MIX, Kind.MIX_AGAIN):
+        if event.kind in (Cost.MIX, Cost.MIX_AGAIN):
             calls.setdefault(event.name, []).append(event)
     for name, its in calls.items():
         layer = modules[name]
@@ -266,7 +251,7 @@ def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | N
         _, width, inner = weight.shape
         rows = max(event.nbytes for event in its) * layer.router.top_k
         itemsize = (dtype or weight.dtype).itemsize
-        again = sum(event.kind is Kind.MIX_AGAIN for event in its)
+        again = sum(event.kind is Cost.MIX_AGAIN for event in its)
         forward = len(its) - again
         yield SentCollective(
             ep=layer.place.ep,
@@ -277,11 +262,11 @@ def _exchanges(model: nn.Module, events: Sequence[Event], dtype: torch.dtype | N
         )
 
 
-def _megatron_exchange(layer: Any, events: Sequence[Event], dtype: torch.dtype | None) -> SentCollective:
+def _megatron_exchange(layer: Any, events: Sequence[CostEvent], dtype: torch.dtype | None) -> SentCollective:
     """The load-dependent cost of a Megatron-core mixture layer; its collectives are among the events already."""
     config, rows = layer.config, max(event.nbytes for event in events) * layer.config.moe_router_topk
     width, inner = config.hidden_size, config.moe_ffn_hidden_size
-    again = sum(event.kind is Kind.MIX_AGAIN for event in events)
+    again = sum(event.kind is Cost.MIX_AGAIN for event in events)
     products = 2 + config.gated_linear_unit
     return SentCollective(
         ep=layer.token_dispatcher.ep_size,
@@ -292,11 +277,11 @@ def _megatron_exchange(layer: Any, events: Sequence[Event], dtype: torch.dtype |
     )
 
 
-def _sent(events: Sequence[Event]) -> Iterator[Sent]:
+def _sent(events: Sequence[CostEvent]) -> Iterator[Sent]:
     """The model's own collectives, by process group."""
-    found: dict[str, list[Event]] = {}
+    found: dict[str, list[CostEvent]] = {}
     for event in events:
-        if event.kind is Kind.SENT:
+        if event.kind is Cost.SENT:
             found.setdefault(event.name, []).append(event)
     for name, its in found.items():
         ranks = tuple(int(rank) for rank in name.split())

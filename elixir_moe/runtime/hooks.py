@@ -1,7 +1,7 @@
 """The link from modules and autograd to the step machine: what happens in a step, told by hooks.
 
-Owns the hooks on units and parameters, and the stack of running units; `saved_tensors` owns the hooks on saved tensors.
-Decides nothing: `chunks.step_machine` says what is held, let go and reduced; `gathers` and `reductions` do it.
+Owns the hooks on units and parameters; `saved_tensors` owns the hooks on saved tensors. Decides nothing: `chunks.calls`
+says what a hook means, `chunks.step_machine` what is acquired, released and reduced; `gathers` and `reductions` do it.
 
 Forward.   While a unit runs, its parameters have their original classes. Weights that autograd saves are packed, unless
            all chunks are `ATTACHED`.
@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,6 +32,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from elixir_moe.chunks.calls import CallStack
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
 from elixir_moe.distributed.waits import WAITS
@@ -57,31 +57,6 @@ from elixir_moe.torch_private import (
 )
 
 
-@dataclass(slots=True)
-class Call:
-    """A running forward of a unit or of the whole model."""
-
-    module: nn.Module
-    unit: Unit | None
-    training: bool
-    """The call, or one around it, runs with gradients."""
-    recomputes: bool
-    """The call runs in backward."""
-    outermost: bool
-    entered: int = 0
-    """The call's position in forward."""
-    held: bool = False
-    """The end of the call must let its unit go."""
-    saving: saved_tensors_hooks | None = None
-    """The hooks that the end of the call must remove."""
-    lent: "list[Loan]" = field(default_factory=list)
-    """What the end of the call must let go."""
-
-
-Loan = tuple[Unit, bool]
-"""The reader of a parameter whose address is in use, and `tracked` as in `Scheduler.unshard`."""
-
-
 class _Actions:
     """The `StepActions` of a step: chunks are moved, and parameters change their classes.
 
@@ -96,6 +71,9 @@ class _Actions:
         self.acquire_chunk, self.release_chunk = gathers.acquire_chunk, scheduler.release_chunk
         self.reserve, self.agree, self.reduce = reductions.reserve, reductions.agree, reductions.reduce
         self.finish, self.forget_round = reductions.finish_backward, gathers.forget_round
+
+    def keep_writes(self, unit: Unit) -> None:
+        self._scheduler.writes.keep_all(unit.chunks)
 
     def acquire(self, unit: Unit, *, tracked: bool = True) -> None:
         self._scheduler.gathers.unshard(unit.chunks, tracked=tracked, who=unit.label)
@@ -138,10 +116,9 @@ class Hooks:
         self._gradient_hooks: list[tuple[int, dict[int, Any]]] = []
         self._handles: list[RemovableHandle] = []
         """Of the hooks on modules."""
-        self._calls: list[Call] = []
-        self._lent: list[Loan] = []
-        """To autograd functions outside of calls."""
         self._thread = 0
+        self._saving: saved_tensors_hooks | None = None
+        """The hooks that the end of the outermost call must remove."""
         self._access = ParamAccess(
             self._slot_of,
             unshard_for_call=self._unshard_for_call,
@@ -155,6 +132,7 @@ class Hooks:
         trainable = {chunk.spec.index for chunk in scheduler.chunks if chunk.spec.key.trainable}
         self.machine = StepMachine(units, trainable, self._actions, in_order=scheduler.gathers.in_order)
         """Decides what the step asks for."""
+        self._stack = CallStack(self.machine, self._actions)
         self._saved = SavedTensors(scheduler, placeholder, self.machine, self._begin_backward, checkpoints)
         self._install(units)
 
@@ -187,31 +165,15 @@ class Hooks:
         recomputes = in_backward()
         if recomputes:
             self._begin_backward()
-        elif not self._calls or module is self._root:
+        elif not self._stack.calls or module is self._root:
             self._phase.require(READABLE, "a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
             raise UsageError("two threads run a wrapped model at once: let one wait for the other")
-        training = torch.is_grad_enabled() or bool(self._calls and self._calls[-1].training)
-        outermost = not self._calls and not recomputes
-        call = Call(module, unit, training, recomputes, outermost)
-        self._calls.append(call)  # before all that may fail: `_leave` undoes only what was done
-        if outermost:
-            self.machine.begin_call()
-            if self._packs:
-                call.saving = self._saved.hooks()
-                call.saving.__enter__()
-        if unit is None:
-            return
-        if recomputes:
-            self.machine.recompute(unit, with_grad=torch.is_grad_enabled())
-            call.held = unit.saves_no_weights
-        elif training:
-            call.entered = self.machine.enter(unit)
-            call.held = True
-        else:
-            self._actions.acquire(unit, tracked=False)
-            call.held = True
+        call = self._stack.enter(id(module), unit, with_grad=torch.is_grad_enabled(), in_backward=recomputes)
+        if call.outermost and self._packs:
+            self._saving = self._saved.hooks()
+            self._saving.__enter__()
 
     def _begin(self) -> None:
         """Starts a call or read that is inside no other; resets unfinished work first."""
@@ -228,22 +190,20 @@ class Hooks:
             )
         if self._phase.unfinished:
             self.reset()
-        if self._lent and not in_function():
-            self._return(self._lent)
+        if self._stack.loans and not in_function():
+            self._stack.end_loans()
         self._thread = threading.get_ident()
         WAITS.callers.add(self._thread)
         self._phase.begin_call()
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
-        if all(call.module is not module for call in reversed(self._calls)):
+        call = self._stack.leave(id(module), with_grad=torch.is_grad_enabled())
+        if call is None:
             return  # it failed before `_enter` recorded it
-        while self._calls[-1].module is not module:  # torch runs no hooks of calls that an interrupt has ended
-            self._end(self._calls.pop())
-        call = self._calls.pop()
-        left = self._end(call)
-        if unit is not None and (call.recomputes or (call.held and call.training)):
-            entered, left = self.machine.positions(unit) if call.recomputes else (call.entered, left)
-            hook_outputs(output, partial(_reach, weakref.ref(self), weakref.ref(unit), entered, left))
+        if call.outermost:
+            self._end_saving()
+        if call.left and unit is not None:
+            hook_outputs(output, partial(_reach, weakref.ref(self), weakref.ref(unit), call.entered, call.left))
         if call.outermost:
             if output is None and sys.exc_info()[0] is not None:  # a failed forward gets no backward
                 self.machine.drop_call()
@@ -251,20 +211,10 @@ class Hooks:
                 hook_outputs(output, partial(_reach_end, weakref.ref(self), self.machine.clock, self._saved.updates))
             self._phase.end_call()
 
-    def _end(self, call: Call) -> int:
-        """Lets the unit of a call go and removes its hooks, whether it finished or not; returns its exit's position."""
-        left = 0
-        self._return(call.lent)
-        if call.held and call.unit is not None:
-            if call.recomputes:
-                self.machine.release_recomputed(call.unit)
-            elif call.training:
-                left = self.machine.leave(call.unit, with_grad=torch.is_grad_enabled())
-            else:
-                self._actions.release(call.unit, tracked=False)
-        if call.saving is not None:
-            leave(call.saving)
-        return left
+    def _end_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            leave(saving)
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
@@ -275,27 +225,18 @@ class Hooks:
         `recorded`: the request is part of a training step.
         """
         backward, with_grad = in_backward(), torch.is_grad_enabled()
-        outermost = not self._calls and not backward
+        outermost = not self._stack.calls and not backward
         if outermost:
             self._begin()
         self._begin_backward()
-        tracked = recorded and (with_grad or backward or any(call.training for call in self._calls[-1:]))
-        reader = self.machine.reader(tuple(self._slot_of[p] for p in parameters), partial(self._read_of, parameters))
-        again = backward and with_grad  # recomputation holds the weights, as for a unit
-        if again:
-            self.machine.recompute(reader, with_grad=True)
-        elif tracked:
-            self.machine.read(reader, inside=bool(self._calls) and not backward)
-        else:
-            self._actions.acquire(reader, tracked=False)
+        slots, label = self._read_of(parameters)
+        read = self._stack.begin_read(slots, label, with_grad=with_grad, in_backward=backward, recorded=recorded)
         try:
-            with self._saved.hooks() if with_grad and not self._calls else nullcontext():
+            with self._saved.hooks() if with_grad and not self._stack.calls else nullcontext():
                 yield
         finally:
-            self._writes.keep_all(reader.chunks)
-            if not again:
-                self._actions.release(reader, tracked=tracked)
-            if outermost and not self._calls:  # an interrupt inside `em.unsharded` leaves calls
+            self._stack.end_read(read)
+            if outermost and not self._stack.calls:  # an interrupt inside `em.unsharded` leaves calls
                 self._phase.end_call()
 
     @contextmanager
@@ -304,7 +245,7 @@ class Hooks:
         slots = [self._slot_of[p] for p in parameters]
         if write:
             self._writes.refuse_shared(slots)
-        outermost = not self._calls and not in_backward()
+        outermost = not self._stack.calls and not in_backward()
         with self._unshard_for_call(parameters, recorded=not outermost):
             if outermost:
                 self._phase.end_call()  # reads inside the block are calls of their own
@@ -332,36 +273,26 @@ class Hooks:
 
     def _lend(self, parameter: nn.Parameter) -> bool:
         """As `ParamAccess` describes it."""
-        slot = self._slot_of[parameter]
         if in_backward():
             self._begin_backward()
-            self.machine.unpack(slot[0], running_node)
+            self.machine.unpack(self._slot_of[parameter][0], running_node)
             return True
-        call = self._calls[-1] if self._calls else None
-        if call is None:
+        outside = not self._stack.calls
+        if outside:
             if not in_function():
                 return False
             self._begin()
-        tracked = call is not None and call.training
-        reader = self.machine.reader((slot,), partial(self._read_of, [parameter]))
-        if tracked:
-            self.machine.read(reader, inside=True)
-        else:
-            self._actions.acquire(reader, tracked=False)
-        (self._lent if call is None else call.lent).append((reader, tracked))
-        if call is None:
+        self._stack.lend(*self._read_of([parameter]))
+        if outside:
             self._phase.end_call()
         return True
 
-    def _return(self, lent: list[Loan]) -> None:
-        """Ends the loans in `lent`, which is empty then."""
-        while lent:
-            reader, tracked = lent.pop()
-            self._writes.keep_all(reader.chunks)
-            self._actions.release(reader, tracked=tracked)
-
-    def _read_of(self, parameters: Sequence[nn.Parameter]) -> str:
-        return f"a read of {', '.join(self._names[p] for p in parameters[:4])}"
+    def _read_of(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[ParamId, ...], Callable[[], str]]:
+        """What is read, and its name in messages."""
+        return (
+            tuple(self._slot_of[p] for p in parameters),
+            lambda: f"a read of {', '.join(self._names[p] for p in parameters[:4])}",
+        )
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -379,9 +310,7 @@ class Hooks:
         keep_graph = keeps_graph()
         self.machine.begin(left, keep_graph=keep_graph, find_awaited=self._find_awaited)
         at_end_of_backward(self._end_backward)
-        lent = [index for reader, _ in self._lent for index in reader.chunks]
-        self._return(self._lent)
-        for index in lent:  # the function whose backward runs first may have asked already
+        for index in self._stack.end_loans():  # the function whose backward runs first may have asked already
             self.machine.unpack(index, running_node)
 
     def _run_last(self) -> None:
@@ -461,7 +390,7 @@ class Hooks:
         self.machine.end()
         if not self.machine.round_is_open:
             self._scheduler.learn()
-        self._phase.end_backward(in_call=bool(self._calls))
+        self._phase.end_backward(in_call=bool(self._stack.calls))
 
     # ---------------------------------------------------------------------------------------------------- between steps
 
@@ -501,8 +430,8 @@ class Hooks:
 
     def abandon(self) -> None:
         """Gives up interrupted forwards and a failed backward."""
-        self._return(self._lent)
-        if self._phase.unfinished or self._calls:
+        self._stack.end_loans()
+        if self._phase.unfinished or self._stack.calls:
             self.reset()
 
     def reset(self) -> None:
@@ -510,16 +439,13 @@ class Hooks:
         self._phase.tear()
         self._scheduler.reset()
         self._saved.forget()
-        self._lent.clear()
         self.forget_calls()
         self._access.close_all()
 
     def forget_calls(self) -> None:
         """Ends the calls of which torch has told no end, as after an interrupt, with their saved-tensor hooks."""
-        while self._calls:
-            call = self._calls.pop()
-            if call.saving is not None:
-                leave(call.saving)
+        self._end_saving()
+        self._stack.forget()
         self.machine.forget()
         self._phase.mend()
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
 from elixir_moe.chunks.events import (
     ACCUMULATE,
-    AGAIN,
     ENTER,
     LEAVE,
-    LEAVE_AGAIN,
     REACH,
     READ,
     UNPACK,
@@ -103,7 +101,7 @@ def layers(*, hooked: bool) -> tuple[list[ModuleInfo], list[StepEvent]]:
     backward = [StepEvent(REACH, 0), StepEvent(REACH, 2)]
     for number in (6, 3):
         again = [number] * hooked + [number + 1, number + 2]
-        backward += [StepEvent(REACH, number), *(StepEvent(AGAIN, other) for other in again)]
+        backward += [StepEvent(REACH, number), *(StepEvent(ENTER, other, in_backward=True) for other in again)]
         backward += [StepEvent(ACCUMULATE, params=(p,)) for p in (number // 2 + 1, number // 2)]
     return parts, [*forward, *backward]
 
@@ -112,12 +110,12 @@ def layers(*, hooked: bool) -> tuple[list[ModuleInfo], list[StepEvent]]:
 def test_a_part_that_says_it_is_recomputed_is_expected_to_run_again(where: list[int]) -> None:
     """As a traced backward would."""
     parts, events = layers(hooked=False)
-    forward = [event for event in events if event.kind in (ENTER, LEAVE)]
+    forward = [event for event in events if event.is_forward]
     backward = [StepEvent(REACH, 0), StepEvent(REACH, 2)]
     for number in (6, 3):
         backward.append(StepEvent(REACH, number))
         for inner in (number + 1, number + 2):
-            backward += [StepEvent(AGAIN, inner), StepEvent(LEAVE_AGAIN, inner)]
+            backward += [StepEvent(ENTER, inner, in_backward=True), StepEvent(LEAVE, inner, in_backward=True)]
         for inner in (number + 2, number + 1):
             backward += [StepEvent(REACH, inner, run=-1), StepEvent(ACCUMULATE, params=parts[inner].params)]
     backward += [StepEvent(REACH, 1), StepEvent(ACCUMULATE, params=parts[1].params)]
@@ -173,7 +171,7 @@ def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
     forward = [event for number in range(3) for event in ran(number)]
     backward = [[StepEvent(REACH, number), StepEvent(ACCUMULATE, params=(number,))] for number in (2, 1, 0)]
-    again = [StepEvent(AGAIN, number) for number in range(3)]
+    again = [StepEvent(ENTER, number, in_backward=True) for number in range(3)]
     kept = [*forward, *backward[0], *backward[1], *backward[2]]
     recomputed = [*forward, backward[0][0], *again, backward[0][1], *backward[1], *backward[2]]
     assert order(parts, recomputed, layout).schedule(layout).least_blocks() == 3
@@ -186,7 +184,7 @@ def test_an_operator_holds_what_it_unpacks_until_the_next_one() -> None:
     reads = [StepEvent(READ, params=(1,)), StepEvent(READ, params=(0,))]
     backward = [
         StepEvent(UNPACK, params=(0,)),
-        StepEvent(UNPACK, params=(1,), same=True),
+        StepEvent(UNPACK, params=(1,), same_operator=True),
         StepEvent(ACCUMULATE, params=(0,)),
     ]
     assert lines(parts, [*ran(0), *reads, *backward], layout)[6:] == [

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from elixir_moe.chunks.events import ACCUMULATE, AGAIN, ENTER, LEAVE, REACH, ModuleInfo, StepEvent
+from elixir_moe.chunks.events import ACCUMULATE, ENTER, LEAVE, REACH, ModuleInfo, StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Plan, Tier, size_bytes
@@ -97,7 +97,11 @@ def _events(parts: list[ModuleInfo], regions: list[int | None]) -> list[StepEven
     for number in reversed(numbers):
         events.append(StepEvent(REACH, number))
         region = regions[number]
-        events += [StepEvent(AGAIN, other) for other in numbers if region not in done and regions[other] == region]
+        events += [
+            StepEvent(ENTER, other, in_backward=True)
+            for other in numbers
+            if region not in done and regions[other] == region
+        ]
         done.add(region)
         events += [StepEvent(ACCUMULATE, params=(p,)) for p in reversed(parts[number].params)]
     return events
