@@ -221,7 +221,7 @@ class StepDecision:
     ) -> None:
         """Calls `change` on gradients, each with its factor in the update, to clip them to `limit`. Collective."""
         now = CLIPPED if limit < math.inf else self._phase.now
-        self._phase.lose("a clipping stopped halfway")
+        self._phase.drop_gradients("a clipping stopped halfway")
         for chunk in self._chunks:
             ranges = [(p.start, p.stop) for parameter, p in _pieces(chunk) if parameter in parameters and p.numel]
             if chunk.shard.has_gradient and ranges:
@@ -384,7 +384,7 @@ class StepDecision:
         clips, rates, stepped, gathers = zip(*everyone, strict=True)
         peers = self._groups.peers
         if (found := disagreement("the chunks gathered since the last backward began", gathers, peers)) is not None:
-            self._phase.part(f"{found}, so gradients may come from other weights")
+            self._phase.desync(f"{found}, so gradients may come from other weights")
         self.compare_stepped(stepped)
         if (found := disagreement("clipping", [clip or "no call" for clip in clips], peers)) is not None:
             raise UsageError(f"{found}: every rank clips the same parameters to the same limit")

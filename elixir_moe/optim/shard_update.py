@@ -102,11 +102,11 @@ class AdamUpdate:
         `skip` as in `kernels.adam_step`; `options` of each group, or none for the current ones. The update returns the
         work it has not finished: the update of slices on disk.
         """
-        home = chunk.shard
-        home.finish_sum()
-        compute = home.values_shard
-        fused = home.tier is Tier.DEVICE and fuses(home.storage.device) and not chunk.spec.key.precision.is_narrow
-        divisor = self._divisor(scale, home.storage.device) if fused else None
+        shard = chunk.shard
+        shard.finish_sum()
+        compute = shard.values_shard
+        fused = shard.tier is Tier.DEVICE and fuses(shard.storage.device) and not chunk.spec.key.precision.is_narrow
+        divisor = self._divisor(scale, shard.storage.device) if fused else None
 
         def run(start: int, stop: int, group: int, steps: int, rounding: Rounding | None = None) -> _Run:
             chosen = (options or self._groups)[group]
@@ -122,11 +122,11 @@ class AdamUpdate:
                 "skip": skip,
                 "decoupled": chosen["decoupled_weight_decay"],
                 "maximize": chosen["maximize"],
-                "threads": host_threads(chunk.device) if not home.on_disk else 1,
+                "threads": host_threads(chunk.device) if not shard.on_disk else 1,
             }
             if fused:
-                settings |= {"count": self._count(steps + 1, home.storage.device), "divisor": divisor}
-            gradient = None if home.gradient_comes_along else home.gradient(start, stop)
+                settings |= {"count": self._count(steps + 1, shard.storage.device), "divisor": divisor}
+            gradient = None if shard.gradient_comes_along else shard.gradient(start, stop)
             return _Run(start=start, stop=stop, gradient=gradient, settings=settings, rounding=rounding)
 
         precision = chunk.spec.key.precision
@@ -141,7 +141,7 @@ class AdamUpdate:
             runs = [run(*alike) for alike in _runs(pieces, used)]
         unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
         work = partial(_adam, runs, unused, compute, _arrays(chunk))
-        return partial(home.change, work, self._state.get(chunk.spec.index, ()))
+        return partial(shard.change, work, self._state.get(chunk.spec.index, ()))
 
     def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
         """The random bits of a piece's elements from `start` on in its next update."""
@@ -285,16 +285,16 @@ class ElementwiseUpdate:
     def _run(
         self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
     ) -> None:
-        home = chunk.shard
-        assert home.master is not None
+        shard = chunk.shard
+        assert shard.master is not None
         active = [one for one in pieces if one.parameter in used]
         for one in active:
-            self._views[id(one)].grad = home.gradient(one.piece.start, one.piece.stop).float() * scale
+            self._views[id(one)].grad = shard.gradient(one.piece.start, one.piece.stop).float() * scale
         for index in sorted({one.group for one in active}):
             self._run_group(index, self._optimizers[chunk.spec.index, index])
         for one in active:
             self._views[id(one)].grad = None
-        _show(home)
+        _show(shard)
 
     def check_mode(self) -> None:
         """Raises what the optimizer's step raises in the mode of evaluation, before it changes a weight."""
@@ -358,11 +358,11 @@ def _of_nothing(inner: torch.optim.Optimizer, group: dict[str, Any]) -> torch.op
     return like(inner, [(nn.Parameter(torch.empty(0, device="cpu")), {})], group)
 
 
-def _show(home: ShardState) -> None:
+def _show(shard: ShardState) -> None:
     """Writes the values of a shard whose master was written, where they are apart."""
-    if home.values_shard is not None:
-        assert home.master is not None
-        home.values_shard.copy_(home.master)
+    if shard.values_shard is not None:
+        assert shard.master is not None
+        shard.values_shard.copy_(shard.master)
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:

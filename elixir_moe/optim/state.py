@@ -113,7 +113,7 @@ class OptimizerState:
 
     def give_up_gradients(self) -> None:
         """Gives up unfinished work, and clears the gradients."""
-        self._phase.lose("optimizer.zero_grad() stopped halfway")
+        self._phase.drop_gradients("optimizer.zero_grad() stopped halfway")
         self._scheduler.reductions.drain()
         self._hooks.abandon()
         self._decision.forget_gradients()
@@ -129,8 +129,8 @@ class OptimizerState:
         """
         self._phase.leave_groups()
         self._phase.require(WHOLE, "outlive()")
-        self._phase.tear()
-        self._phase.lose("outlive() stopped halfway")
+        self._phase.abort()
+        self._phase.drop_gradients("outlive() stopped halfway")
         self._scheduler.abandon_groups()
         self._decision.forget_gradients()
         self._groups.replace(control)

@@ -101,7 +101,7 @@ class Gathers:
                     elif weights.gather is not None:
                         weights.gather.wait()  # for the first time, if this is another stream
             except BaseException:  # an update that failed, a rank that is gone, an interrupt
-                self._phase.torn = True
+                self._phase.aborted = True
                 raise
 
     def release(self, chunks: tuple[int, ...], *, tracked: bool) -> Sequence[int]:
@@ -170,7 +170,7 @@ class Gathers:
             if self._queue:
                 self._begin_queued(released=verb is RELEASE)
         except BaseException:
-            self._phase.torn = True
+            self._phase.aborted = True
             raise
 
     def _carry_out(self, load: Load) -> None:
@@ -309,11 +309,11 @@ class Gathers:
             and weights.chunk.spec.residence is not ATTACHED
             and (frozen or weights.chunk.spec.key.trainable)
         ]
-        torn, self._phase.torn = self._phase.torn, True
+        aborted, self._phase.aborted = self._phase.aborted, True
         for weights in gathered:
             self._reshard(weights)
         self.cache.drop(w.chunk.spec.index for w in gathered if w.chunk.spec.residence is CACHED)
-        self._phase.torn = torn
+        self._phase.aborted = aborted
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 

@@ -436,7 +436,7 @@ class Hooks:
 
     def reset(self) -> None:
         """Gives up all unfinished work; reduced gradients stay."""
-        self._phase.tear()
+        self._phase.abort()
         self._scheduler.reset()
         self._saved.forget()
         self.forget_calls()
@@ -447,7 +447,7 @@ class Hooks:
         self._end_saving()
         self._stack.forget()
         self.machine.forget()
-        self._phase.mend()
+        self._phase.recover()
 
     def updated(self) -> None:
         """Called when the optimizer has written new values: drops gathered weights and starts a new step."""

@@ -101,7 +101,7 @@ class Phase:
         """Names of parameters of each open `em.unsharded` block outside of a forward, outermost first."""
         self.first = True
         """No backward has ended yet."""
-        self.torn = False
+        self.aborted = False
         """A request has failed or a reset has begun, so decisions of the cache may not have been carried out."""
         self.place: Place = 0, 0
         """This rank's place in training; ranks that train together are at the same one."""
@@ -122,7 +122,7 @@ class Phase:
     @property
     def unfinished(self) -> bool:
         """Whether something has begun and not ended; outside of calls, it will not end as it should."""
-        return self.torn or self._running is not IDLE
+        return self.aborted or self._running is not IDLE
 
     def check(self, allowed: Sequence[State], what: str) -> None:
         """Raises UsageError or OutOfStepError unless the state is one of those `allowed` for `what`."""
@@ -136,7 +136,7 @@ class Phase:
         if self._running is BACKWARD:
             if in_backward():
                 raise UsageError(f"{what} inside a backward: call it when backward() has returned")
-            self.lose()
+            self.drop_gradients()
         self.check(allowed, what)
         self._check_outside(what)
 
@@ -158,7 +158,7 @@ class Phase:
         if self._state[0] in (READY, CLIPPED):
             self.move(REDUCED if self._state[0] is READY else LATE)
 
-    def lose(self, why: str = _FAILED) -> None:
+    def drop_gradients(self, why: str = _FAILED) -> None:
         """Called when gradients may be gone. Weights too are not of one step if updates may have begun in backward."""
         if self.early and self._state[0] in WHOLE:
             self.move(UPDATING, _FAILED_EARLY)
@@ -195,7 +195,7 @@ class Phase:
     def begin_backward(self) -> None:
         """Called when a backward begins. Raises UsageError or OutOfStepError if none may."""
         if self._running is BACKWARD:
-            self.lose()  # the one before has failed
+            self.drop_gradients()  # the one before has failed
         self._check_outside("a backward through the model")
         self.check(WHOLE, "a second backward")
         self._running = BACKWARD
@@ -205,17 +205,17 @@ class Phase:
         self.first = False
         self._running = FORWARD if in_call else IDLE
 
-    def tear(self) -> None:
+    def abort(self) -> None:
         """Called before unfinished work is given up."""
         if self._running is BACKWARD:
-            self.lose()
-        self.torn = True
+            self.drop_gradients()
+        self.aborted = True
         self._running = IDLE
         self.blocks.clear()
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Called when unfinished work has been given up."""
-        self.torn = False
+        self.aborted = False
 
     # -------------------------------------------------------------------------------------------------------- all ranks
 
@@ -248,7 +248,7 @@ class Phase:
         """Raises OutOfStepError, now and ever after, unless the places of all `ranks` are the same."""
         found = disagreement("their place in training", [_in_words(place) for place in places], ranks)
         if found is not None:
-            self.part(
+            self.desync(
                 f"{found}, as after an interrupt where one rank gave up what another did; they would mix different "
                 f"steps"
             )
@@ -257,7 +257,7 @@ class Phase:
         """Compares the places of all ranks of a process group. Collective; raises as `compare`."""
         self.compare(gathered(self.place, process_group), dist.get_process_group_ranks(process_group))
 
-    def part(self, why: str) -> None:
+    def desync(self, why: str) -> None:
         """Raises OutOfStepError, now and ever after."""
         self.move(BROKEN, f"{why}: {_REMEDY}")
         self.check((), "")

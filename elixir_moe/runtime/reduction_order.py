@@ -97,7 +97,7 @@ class Peers:
         elif any(theirs != scattered[0] for theirs in scattered):
             found = self._difference("used", sorted(scattered[self._ranks.index(dist.get_rank())]))
         if (table[:, 2] != table[0, 2]).any():
-            phase.part(
+            phase.desync(
                 f"some ranks have issued more gathers or reductions than others, as after an interrupt that strikes "
                 f"them at different places{', or where they run other modules: ' * bool(found)}{found}. What comes "
                 f"next would meet another chunk's"

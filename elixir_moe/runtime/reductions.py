@@ -211,7 +211,7 @@ class Reductions:
         issuing = self._phase.issuing(chunk.label) if chunk.communicator.size > 1 else nullcontext()
         with self._streams.reducing(), issuing, span("reduce", chunk.label):
             work = self._streams.marked(self._issue(gradients, sent))
-            work.lost = self._phase.lose
+            work.lost = self._phase.drop_gradients
             if work.pending:
                 self._in_flight.append(work)
             gradients.reduction, gradients.buffer = work, None
@@ -303,7 +303,7 @@ class Reductions:
         try:
             end()
         except BaseException:
-            self._phase.lose()
+            self._phase.drop_gradients()
             raise
 
     def drain(self) -> None:

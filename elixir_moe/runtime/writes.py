@@ -296,7 +296,7 @@ class Writes:
             self._store(weights, [])
             seen.checksums = None
             _restore(weights)
-        self._phase.torn = True  # the block still has the written values in other ranks' parts
+        self._phase.aborted = True  # the block still has the written values in other ranks' parts
 
 
 def _restore(weights: Weights) -> None:

@@ -35,7 +35,7 @@ WAYS: dict[State, Callable[[Phase], Any]] = {
     REDUCED: lambda phase: phase.reduce(),
     CLIPPED: lambda phase: phase.move(CLIPPED),
     LATE: lambda phase: (phase.move(CLIPPED), phase.reduce()),
-    LOST: lambda phase: phase.lose(),
+    LOST: lambda phase: phase.drop_gradients(),
     EARLY: lambda phase: phase.early.setdefault(0),
     UPDATING: lambda phase: phase.write("a test"),
     BROKEN: lambda phase: phase.move(BROKEN, "ranks are apart"),
@@ -47,7 +47,10 @@ MOVES: dict[str, tuple[Callable[[Phase], Any], str]] = {
         lambda phase: phase.reduce(),
         "REDUCED REDUCED LATE LATE LOST EARLY UPDATING BROKEN CLOSED",
     ),
-    "lose": (lambda phase: phase.lose(), "LOST LOST LOST LOST LOST UPDATING UPDATING BROKEN CLOSED"),
+    "drop_gradients": (
+        lambda phase: phase.drop_gradients(),
+        "LOST LOST LOST LOST LOST UPDATING UPDATING BROKEN CLOSED",
+    ),
     "clear": (lambda phase: phase.clear(), "READY REDUCED CLIPPED LATE READY EARLY UPDATING BROKEN CLOSED"),
     "clip": (lambda phase: phase.move(CLIPPED), "CLIPPED CLIPPED CLIPPED no CLIPPED no no no no"),
     "write": (
@@ -111,9 +114,9 @@ def test_a_failed_backward_is_noticed_by_the_next_call() -> None:
         with pytest.raises(em.ElixirError):
             phase.require((READY, CLIPPED), "em.x()")
         assert phase.now is after
-        phase.tear()
+        phase.abort()
         assert phase.unfinished
-        phase.mend()
+        phase.recover()
         assert not phase.unfinished
 
 
