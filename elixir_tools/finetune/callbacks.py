@@ -22,9 +22,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from elixir_moe import inspect
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.checkpoints import is_marked
-from elixir_moe.ext.hf import SET_ASIDE_FOLDER, GoBack, StepCallback, why_incomplete
 from elixir_moe.ext.models import require_wrapped
 from elixir_moe.ext.ranks import gathered, raise_on_all_ranks
+from elixir_moe.ext.trainer import SET_ASIDE_FOLDER, GoBack, StepCallback, why_incomplete
 from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes, totals
 from elixir_tools.report.timeline import recorded

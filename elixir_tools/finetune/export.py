@@ -30,7 +30,8 @@ from transformers.utils import cached_file, logging
 
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.ext.checkpoints import StagingFolder, Whole, partial_of, read_manifest, verify
-from elixir_moe.ext.hf import CHECKPOINT_FOLDER, FolderWriter
+from elixir_moe.ext.hf import FolderWriter
+from elixir_moe.ext.trainer import CHECKPOINT_FOLDER
 from elixir_tools.models.presets import reason_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -33,10 +33,11 @@ from transformers import (
 
 from elixir_moe import expert_mesh, init_mesh, inspect, quantize, sharded_init, spread_experts
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.ext.hf import ElixirMixin, run_adapters_unmerged, shipped_patterns
+from elixir_moe.ext.hf import run_adapters_unmerged, shipped_patterns
 from elixir_moe.ext.measure import host_bytes_left, is_out_of_memory
 from elixir_moe.ext.planner import Profile, tile_for, trace
 from elixir_moe.ext.plans import AutoPlan, Plan, size_bytes
+from elixir_moe.ext.trainer import ElixirMixin
 from elixir_tools.finetune.arguments import Arguments
 from elixir_tools.finetune.callbacks import ControlFile, Records, StopAtSignal, Supervise
 from elixir_tools.finetune.smaller import Step, that_fits

@@ -403,8 +403,8 @@ def test_the_step_of_a_small_model_is_predicted_as_it_was_timed() -> None:
     with mock.patch.object(measure, "_at_once", lambda run, device: (run(), 10.0)[1]):
         reached = measure._efficiency(device, torch.float32, 1e-3, 1.0)
         assert measure._efficiency(device, torch.float32, 1e-9, 1.0) == 1.0, "at most what was timed alone"
-    batch = torch.zeros(measure._SMALL_BATCH, measure._SMALL.seq_len + 1, dtype=torch.int64)
-    needed = trace(GPT(measure._SMALL), lm_loss, batch)
+    batch = torch.zeros(measure._ROWS, measure._LENGTH + 1, dtype=torch.int64)
+    needed = trace(measure._SmallMixture(), measure._loss, batch)
     assert needed.flops / (reached * 1e-3 * 1e12) + needed.traffic_bytes / (reached * 1e9) == pytest.approx(10.0)
 
 

@@ -183,5 +183,5 @@ def test_a_load_helps_after_an_update_that_has_failed(tmp_path: Path) -> None:
 
 def shipped() -> list[str]:
     """Names of machines that ship with the package."""
-    folder = Path(em.__file__).parent / "search" / "machines"
+    folder = Path(em.__file__).parent / "planner" / "machines"
     return sorted(path.stem for path in folder.glob("*.json"))
