@@ -20,7 +20,7 @@ from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Choice, Task, price
+from elixir_moe.planner.solve import PlanCandidate, Task, price
 from elixir_tools.fit import strategies
 
 PROCESS_BYTES = 16 * 10**9
@@ -125,7 +125,7 @@ class Cell:
 
 
 @cache
-def _plan(peer: str, model: str, gpus: int) -> Choice:
+def _plan(peer: str, model: str, gpus: int) -> PlanCandidate:
     """The plan of a peer with its chunks, which do not depend on the batch."""
     task = task_of(model, gpus, 4, Hardware.named(MACHINE))
     return price(task, strategies.plans(task)[PEERS[peer].strategy][0])

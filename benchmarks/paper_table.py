@@ -17,7 +17,7 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Fitted, Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Choice, Task, solve
+from elixir_moe.planner.solve import PlanCandidate, Task, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.fit.tasks import pretended_ranks
 from elixir_tools.models.presets import named_model
@@ -70,19 +70,19 @@ def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int |
     )
 
 
-def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice]:
+def planned(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, PlanCandidate]:
     """The plan for one row."""
     task = task_of(model, gpus, batch, hardware)
     return task, solve(task)
 
 
 @cache
-def of_row(model: str, gpus: int, batch: int) -> tuple[Task, Choice]:
+def of_row(model: str, gpus: int, batch: int) -> tuple[Task, PlanCandidate]:
     """The plan for one row on the paper's machine, made once."""
     return planned(model, gpus, batch, Hardware.named(MACHINE))
 
 
-def predicted(task: Task, choice: Choice, fitted: Fitted) -> float:
+def predicted(task: Task, choice: PlanCandidate, fitted: Fitted) -> float:
     """TFLOPS of a GPU if the machine's constants were `fitted`."""
     hardware = replace(task.hardware, fitted=fitted)
     step = cost.seconds(task.profile, choice.moved, hardware, task.gpus).step

@@ -21,7 +21,7 @@ from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.solve import Choice, Task, price, solve
+from elixir_moe.planner.solve import PlanCandidate, Task, price, solve
 from elixir_tools.fit import strategies
 from elixir_tools.models.shapes import is_mixture
 
@@ -72,7 +72,7 @@ def deepspeed(model: str, gpus: int, batch: int, hardware: Hardware) -> float | 
     return cost.tflops_per_gpu(task.profile, peer.step(plan.seconds, numel))
 
 
-def found(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, Choice | None]:
+def found(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, PlanCandidate | None]:
     """The planning problem of a run, and its plan if one fits."""
     named, layers = shape(model)
     task = task_of(named, gpus, batch, hardware, layers)
@@ -82,7 +82,7 @@ def found(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, 
         return task, None
 
 
-def tflops(task: Task, choice: Choice) -> float:
+def tflops(task: Task, choice: PlanCandidate) -> float:
     """Predicted relative TFLOPS, the paper's equation 1."""
     return cost.tflops_per_gpu(task.profile, choice.seconds.step)
 

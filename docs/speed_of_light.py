@@ -22,7 +22,7 @@ from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Choice, Packings, Task, solve
+from elixir_moe.planner.solve import Packings, PlanCandidate, Task, solve
 from elixir_moe.planner.tile_size import tile_bytes
 from elixir_moe.wrapping.tiling import tile
 from elixir_tools.cli.arguments import add_plan
@@ -223,11 +223,11 @@ class Predictions:
             return self._entry(machine, batch, choice, tiles)
         return {"fits": False, "reason": reason}
 
-    def _fastest(self, machine: Machine, batch: int) -> tuple[Choice, int | None]:
+    def _fastest(self, machine: Machine, batch: int) -> tuple[PlanCandidate, int | None]:
         """The fastest plan, and the bytes of its tiles: whole parameters, unless tiles make it fit or faster."""
         task = self._task(machine, batch, None)
         packings = self._packings(task, batch, None)
-        plain: Choice | None = None
+        plain: PlanCandidate | None = None
         missing = PlanError("")
         try:
             plain = solve(task, packings)
@@ -271,7 +271,7 @@ class Predictions:
             self._packed[key] = Packings(task)
         return self._packed[key]
 
-    def _entry(self, machine: Machine, batch: int, choice: Choice, tiles: int | None) -> dict[str, Any]:
+    def _entry(self, machine: Machine, batch: int, choice: PlanCandidate, tiles: int | None) -> dict[str, Any]:
         task, seconds = choice.task, choice.seconds
         device, host = task.held_bytes(choice.size)
         tokens = batch * SEQ * machine.gpus

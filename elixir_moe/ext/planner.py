@@ -5,14 +5,14 @@ from elixir_moe.planner import cost
 from elixir_moe.planner.decoding import bytes_a_weight
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Choice, Packings, Task, device_bytes_for, price, shortage, solve
+from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes_for, price, shortage, solve
 from elixir_moe.planner.tile_size import tile_bytes
 from elixir_moe.planner.trace import trace
 from elixir_moe.wrapping.checks import check_adapted_bytes
 from elixir_moe.wrapping.tiling import tile_for
 
 __all__ = [
-    "Choice",
+    "PlanCandidate",
     "ModuleInfo",
     "Packings",
     "Profile",

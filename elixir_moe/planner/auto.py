@@ -23,7 +23,7 @@ from elixir_moe.planner import cost
 from elixir_moe.planner.explain import explained
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.measure import describe, hardware_here, remembered_fit, with_disk
-from elixir_moe.planner.solve import Choice, Task, solve
+from elixir_moe.planner.solve import PlanCandidate, Task, solve
 from elixir_moe.planner.trace import trace
 from elixir_moe.runtime.model_spec import ranks_of
 from elixir_moe.runtime.units import Parts, traced_forward
@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class MemoryBudget:
     """Memory of one rank available for training."""
 
     device_bytes: int
@@ -96,14 +96,14 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     disk_bytes = 0
     if wanted.disk is not None:
         hardware, disk_bytes = with_disk(hardware, wanted.disk)
-    left = gathered(_left(wanted, request.device, disk_bytes))
+    left = gathered(_free_memory(wanted, request.device, disk_bytes))
     tasks: list[Task] = []
 
     def search() -> Forecast | None:
-        room = _room(peers, wanted, request.device, left)
+        memory = _memory_budget(peers, wanted, request.device, left)
         if dist.get_rank() != peers[0]:
             return None
-        task = _task(model, request, hardware, room)
+        task = _task(model, request, hardware, memory)
         shown = None if machine is None else remembered_fit(machine, task.profile.key)
         tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
         return forecast_of(solve(tasks[0]))
@@ -116,10 +116,12 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     return found, tasks[0] if tasks else None, machine
 
 
-def device_room(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
+def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
-    peers, left = ranks_of(model, replicated_everywhere()), gathered(_left(wanted, device, 0))
-    return made_on_all_ranks("looked at the device's memory", lambda: _room(peers, wanted, device, left)).device_bytes
+    peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(wanted, device, 0))
+    return made_on_all_ranks(
+        "looked at the device's memory", lambda: _memory_budget(peers, wanted, device, left)
+    ).device_bytes
 
 
 def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
@@ -156,7 +158,7 @@ def events_of(
     return found
 
 
-def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) -> Task:
+def _task(model: nn.Module, request: Request, hardware: Hardware, memory: MemoryBudget) -> Task:
     world = dist.get_world_size()
     hardware.links(world)
     profile = trace(
@@ -174,32 +176,32 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, room: Room) ->
         profile=profile,
         hardware=hardware,
         gpus=world,
-        capacity_bytes=room.device_bytes,
-        host_bytes=0 if hardware.one_memory else room.host_bytes,
-        disk_bytes=room.disk_bytes if request.adam else None,
+        capacity_bytes=memory.device_bytes,
+        host_bytes=0 if hardware.one_memory else memory.host_bytes,
+        disk_bytes=memory.disk_bytes if request.adam else None,
         moments=request.moments,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )
 
 
-def forecast_of(choice: Choice) -> Forecast:
-    """The forecast of a choice."""
-    task = choice.task
-    device, host = task.held_bytes(choice.size)
+def forecast_of(candidate: PlanCandidate) -> Forecast:
+    """The forecast of a candidate."""
+    task = candidate.task
+    device, host = task.held_bytes(candidate.size)
     return Forecast(
-        plan=explained(choice),
+        plan=explained(candidate),
         events=task.profile.registered_events,
-        seconds=choice.seconds,
+        seconds=candidate.seconds,
         device_bytes=device,
         host_bytes=host + task.kept_bytes,
-        disk_bytes=choice.size.disk_bytes,
+        disk_bytes=candidate.size.disk_bytes,
         hardware=task.hardware,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Left:
+class _FreeMemory:
     """One rank's free memory, as told to the others."""
 
     host: str
@@ -209,11 +211,11 @@ class _Left:
     budget_bytes: int | None
 
 
-def _left(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _Left:
+def _free_memory(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _FreeMemory:
     free = 0
     if device.type == "cuda":
         _, free = device_left(device)
-    return _Left(
+    return _FreeMemory(
         host=socket.gethostname(),
         device_bytes=free,
         host_bytes=host_bytes_left(),
@@ -222,7 +224,9 @@ def _left(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _Left:
     )
 
 
-def _room(peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_Left]) -> Room:
+def _memory_budget(
+    peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_FreeMemory]
+) -> MemoryBudget:
     """The least memory of any rank that holds the model. Ranks of one host share its memory equally; without a GPU,
     device and host share it too."""
     cuda = device.type == "cuda"
@@ -237,4 +241,4 @@ def _room(peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyo
         where = f"{device.type} memory for each of its ranks"
         raise ConfigError(f"budget={budget}: there are {most} bytes of {where}; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
-    return Room(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)
+    return MemoryBudget(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

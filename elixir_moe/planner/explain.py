@@ -8,17 +8,23 @@ from dataclasses import replace
 from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
-from elixir_moe.planner.solve import Choice, price
+from elixir_moe.planner.solve import PlanCandidate, price
 
 
-def explained(choice: Choice) -> Plan:
-    """The plan of a choice, with its explanation."""
-    return replace(choice.plan, explanation=explain(choice))
+def explained(candidate: PlanCandidate) -> Plan:
+    """The plan of a candidate, with its explanation."""
+    return replace(candidate.plan, explanation=explain(candidate))
 
 
-def explain(choice: Choice) -> str:
+def explain(candidate: PlanCandidate) -> str:
     """The plan, its memory and time on one rank, and the time that each choice saves."""
-    task, plan, layout, size, seconds = choice.task, choice.plan, choice.layout, choice.size, choice.seconds
+    task, plan, layout, size, seconds = (
+        candidate.task,
+        candidate.plan,
+        candidate.layout,
+        candidate.size,
+        candidate.seconds,
+    )
     blocks, chunks, (device_bytes, host_bytes) = plan.blocks(layout), len(layout.chunks), task.held_bytes(size)
     tflops = cost.tflops_per_gpu(task.profile, seconds.step, task.accumulation)
     activations = cost.activations(task.profile, task.imbalance)
@@ -28,9 +34,9 @@ def explain(choice: Choice) -> str:
     ] * bool(task.kept_regions)
     lines = [
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
-        f"rCache    {blocks} blocks: {len(choice.loads)} gathers a step, {len(layout.cached)} if all were kept",
-        f"tiers     {choice.chunks_in(Tier.DEVICE)} chunks on the device, {choice.chunks_in(Tier.HOST)} in host "
-        f"memory, {choice.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
+        f"rCache    {blocks} blocks: {len(candidate.loads)} gathers a step, {len(layout.cached)} if all were kept",
+        f"tiers     {candidate.chunks_in(Tier.DEVICE)} chunks on the device, {candidate.chunks_in(Tier.HOST)} in host "
+        f"memory, {candidate.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
         f"device    {size_text(device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",

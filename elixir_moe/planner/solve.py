@@ -115,7 +115,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PlanCandidate:
     """A plan and its cost."""
 
     task: Task
@@ -133,7 +133,7 @@ class Choice:
         return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
-def solve(task: Task, packings: "Packings | None" = None) -> Choice:
+def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     """The fastest plan that fits; `packings` are those of a problem with the same step, on any machine.
 
     Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
@@ -142,7 +142,7 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
-    found: dict[int, Choice] = {}
+    found: dict[int, PlanCandidate] = {}
     shortages: list[dict[Tier, int]] = []
     packings = packings or Packings(task)
     packed = [packings.at(length) for length in packings.lengths]
@@ -151,9 +151,11 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     def search(regions: int) -> None:
         there = task.keeping(regions)
         searches = [search for packing in packed for search in _searches(there, packing)]
-        best: Choice | None = None
+        best: PlanCandidate | None = None
         for search in searches:
-            best = min((choice for choice in (best, search.best(best)) if choice is not None), key=_rank, default=None)
+            best = min(
+                (candidate for candidate in (best, search.best(best)) if candidate is not None), key=_rank, default=None
+            )
         if best is not None:
             found[regions] = best
         else:
@@ -171,22 +173,22 @@ def solve(task: Task, packings: "Packings | None" = None) -> Choice:
     assert best.plan.chunk_numel is not None, "a search gives it"
     filled = packings.filled(best.plan.chunk_numel)
     for other in _searches(best.task, filled):
-        best = min((choice for choice in (best, other.best(best)) if choice is not None), key=_rank)
+        best = min((candidate for candidate in (best, other.best(best)) if candidate is not None), key=_rank)
     best = min(best, with_sharing(best), key=_rank)
     precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
     return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
 
 
-def with_sharing(choice: Choice) -> Choice:
-    """The choice with frozen chunks once in the memory of a host; unchanged if some would lie on several hosts."""
-    plan, layout, hardware = choice.plan, choice.layout, choice.task.hardware
+def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
+    """The candidate with frozen chunks once in the memory of a host; unchanged if some would lie on several hosts."""
+    plan, layout, hardware = candidate.plan, candidate.layout, candidate.task.hardware
     if not (plan.offloaded and plan.scatter):
-        return choice
+        return candidate
     turned = replace(plan, shared_frozen=True)
     groups = {chunk.key.ranks for chunk in layout.chunks if turned.shares(chunk, plan.home(layout, chunk))}
     if not groups or any(len({rank // hardware.gpus_per_node for rank in ranks}) > 1 for ranks in groups):
-        return choice
-    return price(choice.task, turned, layout, choice.loads, choice.size, choice.moved.units)
+        return candidate
+    return price(candidate.task, turned, layout, candidate.loads, candidate.size, candidate.moved.units)
 
 
 def _kept_counts(task: Task) -> list[int]:
@@ -235,7 +237,7 @@ def price(
     loads: Sequence[int] | None = None,
     size: Footprint | None = None,
     units: int | None = None,
-) -> Choice:
+) -> PlanCandidate:
     """The cost of `plan`, whether it fits or not; what is known already may be given.
 
     Raises:
@@ -260,7 +262,7 @@ def price(
         units=units,
         accumulation=task.accumulation,
     )
-    return Choice(
+    return PlanCandidate(
         task=task,
         plan=plan,
         layout=layout,
@@ -430,19 +432,19 @@ class Packings:
         """The same without whole layers."""
 
 
-def _searches(task: Task, packing: _Packing) -> "Iterator[_Length]":
+def _searches(task: Task, packing: _Packing) -> "Iterator[_LengthSearch]":
     """The searches at one chunk length: without values on disk, and with them if something must be on disk."""
-    first = _Length(task, packing)
+    first = _LengthSearch(task, packing)
     yield first
     if first.needs_disk:
-        yield _Length(task, packing, values_on_disk=True)
+        yield _LengthSearch(task, packing, values_on_disk=True)
 
 
 def _least_device_bytes(task: Task, packing: _Packing) -> int:
     return min(search.least_device_bytes() for search in _searches(task, packing))
 
 
-class _Length:
+class _LengthSearch:
     """The search at one chunk length."""
 
     def __init__(self, task: Task, packing: _Packing, *, values_on_disk: bool = False) -> None:
@@ -461,7 +463,7 @@ class _Length:
         for count in self._counts:
             if packing.in_memory[count].device_bytes <= task.allowed_bytes:
                 self._most_blocks[count] = self._held(count).most_blocks(task)
-        self._found: dict[int, Choice | None] = {}
+        self._found: dict[int, PlanCandidate | None] = {}
 
     def _spilled(self, device_chunks: int) -> _Held:
         """Memory with so many chunks on the device, the last ones in order of first use, and as few on disk as host
@@ -489,13 +491,13 @@ class _Length:
         short = None if size is None else size.disk_bytes - task.disk_bytes
         return replace(held, host_bytes=min(held.host_bytes, host), disk_short_bytes=short)
 
-    def best(self, known: Choice | None = None) -> Choice | None:
+    def best(self, known: PlanCandidate | None = None) -> PlanCandidate | None:
         """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""
         for blocks in self._grid():
             self._at(blocks, known)
         while True:
             tried = set(self._found)
-            fits = {blocks: choice for blocks, choice in self._found.items() if choice is not None}
+            fits = {blocks: candidate for blocks, candidate in self._found.items() if candidate is not None}
             if not fits:
                 return None
             winner = min(fits, key=lambda blocks: _rank(fits[blocks]))
@@ -517,7 +519,7 @@ class _Length:
             if high - low > 1 and low <= blocks <= high:
                 yield (low + high) // 2
 
-    def _at(self, blocks: int, known: Choice | None) -> None:
+    def _at(self, blocks: int, known: PlanCandidate | None) -> None:
         """The best plan with this many blocks: as many chunks on the device as fit. None if it cannot beat `known`.
 
         A step that gathers each chunk once is a bound, and is not simulated.
@@ -607,5 +609,5 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]}; {changes}"
 
 
-def _rank(choice: Choice) -> tuple[float, int]:
-    return choice.seconds.step, choice.size.device_bytes
+def _rank(candidate: PlanCandidate) -> tuple[float, int]:
+    return candidate.seconds.step, candidate.size.device_bytes

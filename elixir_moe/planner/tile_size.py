@@ -5,7 +5,7 @@ Owns the two rules. Cuts nothing: `wrapping.tiling` does, and a search with the 
 
 import math
 
-from elixir_moe.planner.solve import Choice, Packings, Task, device_bytes_for
+from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
 """A tile is at most this part of a device, or one row: a step holds a few and their gradients, and prefetches more."""
@@ -16,12 +16,12 @@ _FREED = 8
 """
 
 
-def tile_bytes(task: Task, choice: Choice | None, packings: Packings | None = None) -> int | None:
+def tile_bytes(task: Task, candidate: PlanCandidate | None, packings: Packings | None = None) -> int | None:
     """Bytes of the largest tile to try, a power of two, in the dtype of the step; None if tiles are no help.
 
     Args:
         task: the problem, without tiles.
-        choice: its solution; None if no plan fits.
+        candidate: its solution; None if no plan fits.
         packings: those of its search, if they are at hand.
     """
     sizes = [(p.numel * p.key.dtype.itemsize, p.shape[0]) for p in task.profile.params if p.shape and not p.tied]
@@ -33,7 +33,7 @@ def tile_bytes(task: Task, choice: Choice | None, packings: Packings | None = No
     size = max(size, 2 ** (row - 1).bit_length())
     if largest <= size:
         return None
-    if choice is None:
+    if candidate is None:
         return size if device_bytes_for(task, packings) - task.allowed_bytes <= _FREED * largest else None
-    blocks = choice.plan.blocks(choice.layout) * choice.layout.block_bytes
-    return size if choice.plan.offloaded and blocks > _BLOCKS_IN_DEVICE * task.capacity_bytes else None
+    blocks = candidate.plan.blocks(candidate.layout) * candidate.layout.block_bytes
+    return size if candidate.plan.offloaded and blocks > _BLOCKS_IN_DEVICE * task.capacity_bytes else None

@@ -19,7 +19,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.measure import measured_here
-from elixir_moe.ext.planner import Choice, Packings, Task, cost, explain, price, shortage, solve, tile_bytes, tile_for
+from elixir_moe.ext.planner import (
+    Packings,
+    PlanCandidate,
+    Task,
+    cost,
+    explain,
+    price,
+    shortage,
+    solve,
+    tile_bytes,
+    tile_for,
+)
 from elixir_moe.ext.plans import HELD_HEAD, Tier, held_line, held_rows, seconds_text, size_text
 from elixir_moe.ext.torch_versions import IMPORTED_LATE
 from elixir_tools.cli.largest import run_largest
@@ -242,7 +253,7 @@ def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
     return report
 
 
-def _predicted(choice: Choice) -> dict[str, Any]:
+def _predicted(choice: PlanCandidate) -> dict[str, Any]:
     task, step = choice.task, choice.seconds.step
     device, host = task.held_bytes(choice.size)
     return {
@@ -255,7 +266,7 @@ def _predicted(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _compare(task: Task, choice: Choice | None) -> Iterator[dict[str, Any]]:
+def _compare(task: Task, choice: PlanCandidate | None) -> Iterator[dict[str, Any]]:
     """Other strategies on the same chunks."""
     numel = choice.plan.chunk_numel if choice is not None else None
     for name, (plan, more) in strategies.plans(task, numel).items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from elixir_moe.errors import PlanError
 from elixir_moe.ext.hardware import Hardware
-from elixir_moe.ext.planner import Choice, Packings, Task, cost, solve, tile_bytes
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost, solve, tile_bytes
 from elixir_moe.ext.plans import Plan, Tier, seconds_text, size_text
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
@@ -61,7 +61,7 @@ class Asked:
     known: argparse.Namespace
     given: Planned
     task: Task
-    choice: Choice | None
+    choice: PlanCandidate | None
     reason: str
     """Why there is no plan."""
     packings: Packings
@@ -171,7 +171,7 @@ def _continued(command: Sequence[str]) -> Iterator[str]:
     yield line
 
 
-def _to_paste(asked: Asked, choice: Choice) -> str:
+def _to_paste(asked: Asked, choice: PlanCandidate) -> str:
     """The calls that train with the plan."""
     tiles = "" if asked.tiles is None else f'em.tile(model, at_most="{asked.tiles}")  # before the optimizer; then: '
     scheme = asked.known.quantize
@@ -310,12 +310,12 @@ def _memory(asked: Asked) -> Iterator[str]:
     )
 
 
-def tokens_per_second(choice: Choice) -> float:
+def tokens_per_second(choice: PlanCandidate) -> float:
     """Tokens of all GPUs, a second."""
     return Figures.of_choice(choice).tokens_per_second
 
 
-def _updates(choice: Choice) -> float:
+def _updates(choice: PlanCandidate) -> float:
     seconds = choice.seconds
     return seconds.device_update + seconds.host_update + seconds.disk_update
 
@@ -401,7 +401,7 @@ def _accumulation(asked: Asked) -> Iterator[str]:
         )
 
 
-def _solved(task: Task, packings: Packings | None = None) -> Choice | None:
+def _solved(task: Task, packings: Packings | None = None) -> PlanCandidate | None:
     try:
         return solve(task, packings)
     except PlanError:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elixir_moe.ext.planner import Choice, Task, cost
+from elixir_moe.ext.planner import PlanCandidate, Task, cost
 from elixir_moe.ext.plans import Tier, seconds_text
 from elixir_tools.fit.quick import USUAL_ERROR, Rough
 
@@ -36,7 +36,7 @@ class Figures:
     seconds: cost.Seconds
 
     @classmethod
-    def of_choice(cls, choice: Choice) -> "Figures":
+    def of_choice(cls, choice: PlanCandidate) -> "Figures":
         """Those of a plan that was searched."""
         task = choice.task
         device, host = task.held_bytes(choice.size)

@@ -19,7 +19,7 @@ from elixir_moe.chunks.plan import Plan, Tier, size_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Choice, Task, _Length, _Packing, chunk_lengths, price, shortage, solve
+from elixir_moe.planner.solve import PlanCandidate, Task, _LengthSearch, _Packing, chunk_lengths, price, shortage, solve
 from tests.support.cases import with_further
 
 PLENTY = 1 << 40
@@ -131,7 +131,7 @@ def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
     return {"kept": kept, "kept_peaks": tuple(held - sum(kept[:n]) for n in range(len(kept) + 1))}
 
 
-def every_plan(task: Task, rng: random.Random) -> Iterator[Choice]:
+def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
     """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
     lengths = chunk_lengths(task.profile.params)
     away = {0, bisect_right(list(accumulate(task.profile.kept)), task.host_bytes)}
@@ -232,7 +232,7 @@ def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
     lengths = chunk_lengths(task.profile.params)
     for length, whole in product(rng.sample(lengths, min(3, len(lengths))), (False, True)):
         packing = _Packing(task, length)
-        search = _Length(task, packing, values_on_disk=whole)
+        search = _LengthSearch(task, packing, values_on_disk=whole)
         for device_chunks in rng.sample(range(len(packing.in_memory)), len(packing.in_memory)):
             held, away = search._held(device_chunks), len(packing.layout.chunks) - device_chunks
             sizes = [bytes_of(task, packing.layout, device_chunks, count, whole) for count in range(away + 1)]

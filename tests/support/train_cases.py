@@ -123,7 +123,7 @@ def _signal(number: int) -> Callable[[Training, bool], None]:
     return fault
 
 
-def _room(training: Training) -> Path:
+def _memory_budget(training: Training) -> Path:
     return Path(training.config.run.out) / "checkpoints"
 
 
@@ -180,8 +180,8 @@ FAULTS: dict[str, Callable[[Training, bool], None]] = {
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR1": _signal(signal.SIGUSR1),
     "SIGTERM twice": _twice,
-    "room taken": lambda training, _: _room(training).touch() if dist.get_rank() == 0 else None,
-    "room free": lambda training, _: _room(training).unlink() if dist.get_rank() == 0 else None,
+    "room taken": lambda training, _: _memory_budget(training).touch() if dist.get_rank() == 0 else None,
+    "room free": lambda training, _: _memory_budget(training).unlink() if dist.get_rank() == 0 else None,
     "end": _end,
     "poison": _poison,
     "burst": _burst,

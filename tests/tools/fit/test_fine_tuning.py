@@ -19,7 +19,7 @@ import elixir_moe as em
 from elixir_moe.moe import experts
 from elixir_moe.planner import cost
 from elixir_moe.planner.events import Recorder, peak_of
-from elixir_moe.planner.solve import Choice, Task, price, solve
+from elixir_moe.planner.solve import PlanCandidate, Task, price, solve
 from elixir_moe.runtime.units import find_parts
 from elixir_tools.cli.arguments import add_plan
 from elixir_tools.fit import gpus
@@ -165,7 +165,7 @@ def held(
     return found
 
 
-def predicted_of(choice: Choice) -> dict[str, int]:
+def predicted_of(choice: PlanCandidate) -> dict[str, int]:
     device, host = choice.task.held_bytes(choice.size)
     return {"device": device, "host": host + choice.task.kept_bytes, "disk": choice.size.disk_bytes}
 
