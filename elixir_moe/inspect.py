@@ -108,7 +108,7 @@ class Inspection:
             {
                 "chunk": chunk.index,
                 "chunk_group": chunk.key.label,
-                "tier": plan.home(self.layout, chunk).value,
+                "tier": plan.tier_of(self.layout, chunk).value,
                 "residence": chunk.residence.value,
                 "shards": chunk.shards,
                 "shared": self._wrapped.scheduler.chunks[chunk.index].shard.whole is not None,

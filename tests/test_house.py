@@ -42,7 +42,7 @@ STOREYS: list[set[str]] = [
     {"chunks.calls", "chunks.units"},
     {"chunks.plan", "chunks.replay", "chunks.statistics"},
     {"chunks.ledger"},
-    {"chunks.settle"},
+    {"chunks.resolve"},
     {"memory"},
     {"runtime"},
     {"optim"},
@@ -73,7 +73,7 @@ STOREYS: list[set[str]] = [
 FLOORS = ("chunks", "hf")
 """Rooms whose files are on storeys of their own."""
 PURE = ["parallel.pattern"]
-PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "settle")]
+PURE += [f"chunks.{name}" for name in ("param_spec", "residence", "packing", "plan", "ledger", "resolve")]
 PURE += [f"chunks.{name}" for name in ("cache_policy", "step_machine", "events", "calls", "units", "replay")]
 PURE += [f"planner.{name}" for name in ("cost", "hardware", "profile", "solve")]
 PURE += ["elixir_tools.fit.estimate"]

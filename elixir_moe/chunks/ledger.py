@@ -158,7 +158,7 @@ class Ledger:
         *,
         moments: int,
         over_gloo: bool,
-        beside: bool | None = None,
+        async_sums: bool | None = None,
         values_on_disk: bool = False,
     ) -> None:
         """The bytes of `layout`, each chunk of which is at home in one of `tiers`.
@@ -168,12 +168,12 @@ class Ledger:
             tiers: the tier of each chunk.
             moments: values the optimizer keeps per element; 2 for Adam.
             over_gloo: whether reductions run over gloo.
-            beside: whether sums in host memory run beside backward, as with a GPU; by default if reductions do not run
-                over gloo.
+            async_sums: whether gradients are summed in host memory while backward runs, as with a GPU; by default true
+                unless reductions run over gloo.
             values_on_disk: whether trainable chunks on disk have their values there too, as in a plan.
         """
         self._layout, self._moments, self._whole = layout, moments, values_on_disk
-        self._beside = not over_gloo if beside is None else beside
+        self._async_sums = not over_gloo if async_sums is None else async_sums
         self._staging_bytes = max((chunk.staging_bytes(over_gloo=over_gloo) for chunk in layout.chunks), default=0)
         self._totals = {kind: {tier.value: 0 for tier in Tier} for kind in _SUMMED}
         self._ascending: dict[Kind, list[int]] = {kind: [] for kind in Kind if kind not in _SUMMED}
@@ -194,11 +194,16 @@ class Ledger:
             numbers.sort()
 
     @classmethod
-    def of(cls, plan: Plan, layout: Layout, *, moments: int, over_gloo: bool, beside: bool | None = None) -> Self:
+    def of(cls, plan: Plan, layout: Layout, *, moments: int, over_gloo: bool, async_sums: bool | None = None) -> Self:
         """The ledger of a plan, whose layout it is."""
-        tiers = [plan.home(layout, chunk) for chunk in layout.chunks]
+        tiers = [plan.tier_of(layout, chunk) for chunk in layout.chunks]
         return cls(
-            layout, tiers, moments=moments, over_gloo=over_gloo, beside=beside, values_on_disk=plan.values_on_disk
+            layout,
+            tiers,
+            moments=moments,
+            over_gloo=over_gloo,
+            async_sums=async_sums,
+            values_on_disk=plan.values_on_disk,
         )
 
     def move(self, index: int, tier: Tier) -> None:
@@ -247,7 +252,7 @@ class Ledger:
     @property
     def arriving_bytes(self) -> int:
         """Bytes of the largest gradient that reaches its sum in host memory, or on disk, beside backward."""
-        return self._largest(Kind.ARRIVING) if self._beside else 0
+        return self._largest(Kind.ARRIVING) if self._async_sums else 0
 
     def footprint(self, blocks: int = 0) -> Footprint:
         """All bytes, with so many blocks in the rCache."""
@@ -271,10 +276,10 @@ class Ledger:
 
 
 def footprint(
-    plan: Plan, layout: Layout, *, moments: int = 2, over_gloo: bool, beside: bool | None = None
+    plan: Plan, layout: Layout, *, moments: int = 2, over_gloo: bool, async_sums: bool | None = None
 ) -> Footprint:
     """The bytes that `plan` needs on one rank; the rest is as for `Ledger`."""
-    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, beside=beside)
+    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, async_sums=async_sums)
     return ledger.footprint(plan.blocks(layout))
 
 
@@ -297,7 +302,7 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
     """
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for chunk in layout.chunks:
-        label, tier = chunk.key.label, plan.home(layout, chunk)
+        label, tier = chunk.key.label, plan.tier_of(layout, chunk)
         row_kind = {"chunk_group": label, "tier": tier.value, "resident": chunk.residence is not CACHED}
         row = rows.setdefault(tuple(row_kind.values()), {**row_kind, "chunks": 0, "numel": 0, "shard_bytes": 0})
         row["chunks"] += 1
@@ -308,7 +313,7 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
 
 def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> int:
     """Bytes of one rank's state of a chunk at its home."""
-    needed = needs(chunk, plan.home(layout, chunk), moments=moments, values_on_disk=plan.values_on_disk)
+    needed = needs(chunk, plan.tier_of(layout, chunk), moments=moments, values_on_disk=plan.values_on_disk)
     return sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
 
 

@@ -198,8 +198,8 @@ class Layout:
         """Bytes of one rCache block."""
         return self.chunk_numel * self.block_itemsize
 
-    def with_homes(self, on_device: Collection[int]) -> "Layout":
-        """A copy for homes: those of the chunks in `on_device` are there, and the others elsewhere."""
+    def with_residence(self, on_device: Collection[int]) -> "Layout":
+        """A copy for placement: those of the chunks in `on_device` are there, and the others elsewhere."""
         chunks = tuple(replace(c, residence=c.residence_at(on_device=c.index in on_device)) for c in self.chunks)
         widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return replace(

@@ -165,7 +165,7 @@ class Plan:
     """How `wrap` stores and moves a model. Build one with a preset, or field by field.
 
     A plan gives the number of chunks in each tier. If it gives bytes instead, or leaves a number open, `wrap` computes
-    the numbers for the model (`settle.settled`); `em.inspect(model).plan` shows them.
+    the numbers for the model (`resolve.resolve_counts`); `em.inspect(model).plan` shows them.
     """
 
     scatter: bool
@@ -481,7 +481,7 @@ class Plan:
 
     def place(self, layout: Layout) -> Layout:
         """A copy of `layout` in which each chunk has the residence of its home."""
-        return layout.with_homes({c.index for c in layout.chunks if self.home(layout, c) is Tier.DEVICE})
+        return layout.with_residence({c.index for c in layout.chunks if self.tier_of(layout, c) is Tier.DEVICE})
 
     @property
     def most_host_checkpoints(self) -> float:
@@ -492,7 +492,7 @@ class Plan:
         """Number of rCache blocks for this layout, at most what a step can fill."""
         if self.rcache_blocks == "all":
             return layout.most_blocks
-        assert self.rcache_blocks is not None, "the plan is settled"
+        assert self.rcache_blocks is not None, "the plan is resolved"
         return min(self.rcache_blocks, layout.most_blocks)
 
     def bounds(self, layout: Layout) -> tuple[int, int]:
@@ -509,7 +509,7 @@ class Plan:
         """`master` and `moments` together."""
         return Precision(master=self.master, moments=self.moments)
 
-    def home(self, layout: Layout, chunk: ChunkSpec) -> Tier:
+    def tier_of(self, layout: Layout, chunk: ChunkSpec) -> Tier:
         """The tier of a chunk's long-lived state."""
         return tier_at(chunk.index, *self.bounds(layout))
 

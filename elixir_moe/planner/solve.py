@@ -26,7 +26,7 @@ from elixir_moe.chunks.packing import (
 )
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
-from elixir_moe.chunks.settle import Homes
+from elixir_moe.chunks.resolve import Placement
 from elixir_moe.chunks.units import units_moved
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
@@ -130,14 +130,14 @@ class PlanCandidate:
 
     def chunks_in(self, tier: Tier) -> int:
         """Number of chunks at home in a tier."""
-        return sum(self.plan.home(self.layout, chunk) is tier for chunk in self.layout.chunks)
+        return sum(self.plan.tier_of(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
 def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     """The fastest plan that fits; `packings` are those of a problem with the same step, on any machine.
 
     Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
-    Between homes of chunks, the host time of units is not weighed: more chunks on the device are taken to be faster.
+    The host time of units does not decide where chunks are placed: more chunks on the device are taken to be faster.
 
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
@@ -185,7 +185,7 @@ def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
     if not (plan.offloaded and plan.scatter):
         return candidate
     turned = replace(plan, shared_frozen=True)
-    groups = {chunk.key.ranks for chunk in layout.chunks if turned.shares(chunk, plan.home(layout, chunk))}
+    groups = {chunk.key.ranks for chunk in layout.chunks if turned.shares(chunk, plan.tier_of(layout, chunk))}
     if not groups or any(len({rank // hardware.gpus_per_node for rank in ranks}) > 1 for ranks in groups):
         return candidate
     return price(candidate.task, turned, layout, candidate.loads, candidate.size, candidate.moved.units)
@@ -382,21 +382,23 @@ class _Packing:
         """By chunks used in place: (schedule, least blocks, most open gradients, units)."""
         self._gathered: dict[tuple[int, int, int], list[int]] = {}
 
-    def homes(self, *, values_on_disk: bool = False) -> Homes:
+    def placement(self, *, values_on_disk: bool = False) -> Placement:
         """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
         task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
         ledger = Ledger(
             self.layout, tiers, moments=task.moments, over_gloo=task.over_gloo, values_on_disk=values_on_disk
         )
-        return Homes(ledger, len(tiers), len(tiers))
+        return Placement(ledger, len(tiers), len(tiers))
 
     def _by_device_chunks(self) -> Iterator[_Held]:
-        homes = self.homes()
+        placement = self.placement()
         for on_device in range(len(self.layout.chunks), -1, -1):
-            homes.put(on_device, on_device)
-            cached = homes.ledger.cached
+            placement.put(on_device, on_device)
+            cached = placement.ledger.cached
             blocks = cached + (self.layout.open_gradients or 0) if cached else 0
-            yield _Held(*self._task.held_bytes(homes.ledger.footprint()), 0, None, blocks, homes.ledger.block_bytes)
+            yield _Held(
+                *self._task.held_bytes(placement.ledger.footprint()), 0, None, blocks, placement.ledger.block_bytes
+            )
 
     def _stepped(self, layout: Layout) -> tuple[Schedule, int, int, int]:
         profile = self._task.profile
@@ -453,7 +455,7 @@ class _LengthSearch:
         self._layout = packing.layout
         self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
         """Whether host memory is too small, or there is none, and there is a disk."""
-        self._fewest, self._full = (packing.homes(values_on_disk=values_on_disk) for _ in range(2))
+        self._fewest, self._full = (packing.placement(values_on_disk=values_on_disk) for _ in range(2))
         self._held = cache(self._spilled)
         """Memory by the number of chunks on the device."""
         chunks = len(self._layout.chunks)

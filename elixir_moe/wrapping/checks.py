@@ -115,7 +115,7 @@ def warn_of_one_memory(plan: Plan, layout: Layout, device: torch.device) -> None
     """Warns of chunks at home in host memory where that is the GPU's memory."""
     if not is_one_memory(device):
         return
-    offloaded = sum(plan.home(layout, chunk) is Tier.HOST for chunk in layout.chunks)
+    offloaded = sum(plan.tier_of(layout, chunk) is Tier.HOST for chunk in layout.chunks)
     if offloaded:
         warnings.warn(
             f"this GPU and its host have one memory: {offloaded} of {len(layout.chunks)} chunks at home in host memory "

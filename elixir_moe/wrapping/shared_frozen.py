@@ -40,7 +40,7 @@ def one_home(plan: Plan, layout: Layout, device: torch.device) -> OneHome:
     """
     groups: dict[Ranks, list[ChunkSpec]] = {}
     for chunk in layout.chunks:
-        if plan.shares(chunk, plan.home(layout, chunk)):
+        if plan.shares(chunk, plan.tier_of(layout, chunk)):
             groups.setdefault(chunk.key.ranks, []).append(chunk)
     everyone = gathered((_host(), bool(groups)))
     if not any(wants for _, wants in everyone):

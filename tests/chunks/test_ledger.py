@@ -20,7 +20,7 @@ from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, Precision
 from elixir_moe.chunks.plan import Plan, Tier
 from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.residence import Residence
-from elixir_moe.chunks.settle import settled
+from elixir_moe.chunks.resolve import resolve_counts
 from elixir_moe.names import Master, Moments
 from tests.support.cases import with_further
 from tests.support.parity import mesh_of_world
@@ -55,7 +55,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "moments": st.integers(0, 3),
         "over_gloo": st.booleans(),
-        "beside": st.sampled_from([None, True, False]),
+        "async_sums": st.sampled_from([None, True, False]),
         "values_on_disk": st.booleans(),
     }
 )
@@ -172,7 +172,9 @@ def held_and_planned(
             optimizer.step()
             optimizer.zero_grad()
         seen = em.inspect(model)
-        size = footprint(seen.plan, seen.layout, moments=2 * adam, over_gloo=dist.get_world_size() > 1, beside=False)
+        size = footprint(
+            seen.plan, seen.layout, moments=2 * adam, over_gloo=dist.get_world_size() > 1, async_sums=False
+        )
         assert size == seen.footprint
         device, host = size.memory_bytes(backwards)
         yield seed, seen.held_bytes, {"device": device, "host": host, "disk": size.disk_bytes}
@@ -222,7 +224,7 @@ def test_the_most_chunks_that_fit_stay_on_the_device(
         sizes.append(size.shard_bytes["device"])
     allowed = data.draw(st.sampled_from(sizes)) + data.draw(st.integers(0, 1))
     asked = replace(plan, device_bytes=allowed)
-    found = settled(asked, params, StepOrder((), (), {}), moments=options["moments"], free_host_bytes=0)
+    found = resolve_counts(asked, params, StepOrder((), (), {}), moments=options["moments"], free_host_bytes=0)
     assert found.device_chunks == max(count for count, nbytes in enumerate(sizes) if nbytes <= allowed)
 
 
@@ -231,19 +233,21 @@ def test_the_most_chunks_that_fit_stay_on_the_device(
 def test_the_fewest_chunks_that_do_not_fit_are_on_disk(
     params: list[ParamSpec], options: dict[str, Any], device: int, data: st.DataObject
 ) -> None:
-    whole, moments, beside = options["values_on_disk"], options["moments"], bool(options["beside"])
+    whole, moments, async_sums = options["values_on_disk"], options["moments"], bool(options["async_sums"])
     plan = Plan.offload(rcache_blocks="all", chunk_numel=5000, device_chunks=device, disk="/tmp", values_on_disk=whole)
     layout = plan.layout(params)
     sizes = []
     for count in range(max(0, len(layout.chunks) - device) + 1):
         on_disk = {"disk_chunks": count} if count else {"disk_chunks": 0, "disk": None, "values_on_disk": False}
-        size = footprint(replace(plan, **on_disk), layout, moments=moments, over_gloo=True, beside=beside)
+        size = footprint(replace(plan, **on_disk), layout, moments=moments, over_gloo=True, async_sums=async_sums)
         sizes.append(size.host_bytes)
     allowed = data.draw(st.sampled_from(sizes)) - data.draw(st.integers(0, 1))
     fits = [count for count, nbytes in enumerate(sizes) if nbytes <= allowed]
 
     def found() -> Plan:
-        return settled(plan, params, StepOrder((), (), {}), moments=moments, free_host_bytes=allowed, beside=beside)
+        return resolve_counts(
+            plan, params, StepOrder((), (), {}), moments=moments, free_host_bytes=allowed, async_sums=async_sums
+        )
 
     if fits:
         assert found().disk_chunks == fits[0]

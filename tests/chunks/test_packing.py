@@ -254,7 +254,7 @@ def test_bytes_fill_blocks_as_wide_as_those_of_other_chunks(wide: torch.dtype) -
     assert len([c for c in layout.cached if c.key == packed]) == 16 * 4096 // layout.block_bytes
     assert layout.waste_fraction < 0.01
     for chunk in layout.cached:  # without the others, which lie in place, blocks are no wider than bytes need
-        alone = layout.with_homes({c.index for c in layout.cached if c.key != packed})
+        alone = layout.with_residence({c.index for c in layout.cached if c.key != packed})
         assert {c.key for c in alone.cached} <= {packed}
         assert max(c.nbytes for c in alone.cached) <= alone.block_bytes <= layout.block_bytes, chunk
 

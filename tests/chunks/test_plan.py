@@ -133,12 +133,12 @@ def test_homes_and_blocks() -> None:
     assert Plan.zero2().blocks(replace(layout, open_gradients=2)) == 5
     assert Plan.zero2().blocks(tiny_layout(trainable=False)) == 3
     assert Plan.zero3(rcache_blocks=2).blocks(layout) == 2
-    homes = [Plan.offload(rcache_blocks=1, device_chunks=n).home(layout, layout.chunks[1]) for n in (0, 1, 2, 9)]
+    homes = [Plan.offload(rcache_blocks=1, device_chunks=n).tier_of(layout, layout.chunks[1]) for n in (0, 1, 2, 9)]
     assert homes == [Tier.HOST, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
     mixed = Plan.offload(rcache_blocks=1, device_chunks=1, disk_chunks=1)
-    assert [mixed.home(layout, chunk) for chunk in layout.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
+    assert [mixed.tier_of(layout, chunk) for chunk in layout.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
     frozen = tiny_layout(trainable=False)
-    assert [mixed.home(frozen, chunk) for chunk in frozen.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
+    assert [mixed.tier_of(frozen, chunk) for chunk in frozen.chunks] == [Tier.HOST, Tier.DISK, Tier.DEVICE]
 
 
 def tiny_layout(dtype: torch.dtype = torch.bfloat16, *, trainable: bool = True, scatter: bool = True) -> Layout:

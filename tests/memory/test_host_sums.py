@@ -155,7 +155,7 @@ def test_an_addition_that_fails_is_told_until_the_gradient_is_cleared(dtype: tor
 
 def test_the_buffers_are_counted() -> None:
     layout, plan = tiny_layout(), Plan.offload(rcache_blocks=2, device_chunks=1)
-    with_gpu, without = (footprint(plan, layout, over_gloo=True, beside=beside) for beside in (True, False))
+    with_gpu, without = (footprint(plan, layout, over_gloo=True, async_sums=async_sums) for async_sums in (True, False))
     more = with_gpu.accumulator_bytes["host"] - without.accumulator_bytes["host"]
     assert more == SUMS_IN_FLIGHT * 32 * 2 == 3 * 64
     assert footprint(Plan.zero2(), layout, over_gloo=False).accumulator_bytes["host"] == 0

@@ -351,7 +351,7 @@ def chunk_of(dtype: torch.dtype, *, in_place: bool = False) -> Chunk:
     key = ChunkGroupKey(ranks=(0,), dtype=dtype, trainable=True, divisor=1)
     params = [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(3))]
     layout = build_layout([ParamSpec(name="p", shape=tuple(p.shape), key=key) for p in params], NUMEL)
-    (spec,) = (layout.with_homes({0}) if in_place else layout).chunks
+    (spec,) = (layout.with_residence({0}) if in_place else layout).chunks
     (shard,) = build_shards([(spec, Tier.DEVICE)], CPU)
     communicator = mock.Mock(spec=Communicator, rank=0, index=0, tagged=True)
     return Chunk.of(spec, params, ["weight", "bias"], shard, communicator, Placeholder(CPU))

@@ -382,7 +382,7 @@ def test_buffers_are_counted() -> None:
     layout, plan = tiny_layout(), em.Plan.offload(rcache_blocks=2, disk_chunks=99)
     whole = replace(plan, values_on_disk=True)
     for arriving in (0, SUMS_IN_FLIGHT * 64):  # without and with a GPU
-        less, more = (footprint(p, layout, over_gloo=True, beside=arriving > 0) for p in (whole, plan))
+        less, more = (footprint(p, layout, over_gloo=True, async_sums=arriving > 0) for p in (whole, plan))
         assert less.shard_bytes["host"] == less.accumulator_bytes["host"] == 0 < more.shard_bytes["host"]
         updates = more.spill_buffer_bytes * 4 // 3
         values = (VALUES_BUFFERS + 1) * PAGE_BYTES

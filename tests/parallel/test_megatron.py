@@ -735,7 +735,9 @@ def refused_stages(folder: Path) -> dict[str, str]:
         model = build(Case(pp=2))
         megatron.annotate(model)
         plan = em.Plan.zero2(chunk_numel=CHUNK)
-        does_not_fit = mock.patch("elixir_moe.wrapping.resolve_plan.settled", side_effect=PlanError("too few blocks"))
+        does_not_fit = mock.patch(
+            "elixir_moe.wrapping.resolve_plan.resolve_counts", side_effect=PlanError("too few blocks")
+        )
         with does_not_fit if dist.get_rank() == 0 else contextlib.nullcontext():
             said["plan of one"] = _message(PlanError, partial(em.wrap, plan=plan), model, make_optimizer(model))
         model, optimizer = em.wrap(model, make_optimizer(model), plan=plan)

@@ -15,7 +15,7 @@ import elixir_moe as em
 from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec, Precision
 from elixir_moe.chunks.replay import StepOrder
-from elixir_moe.chunks.settle import settled
+from elixir_moe.chunks.resolve import resolve_counts
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -122,10 +122,10 @@ def test_what_host_memory_does_not_take_is_on_disk(share: float, ranks: Ranks, t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("async_sums", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_no_fewer_chunks_on_disk_would_fit(whole: bool, beside: bool) -> None:
-    """`settled` against the footprint of every number of chunks on disk; `beside`: as with a GPU."""
+def test_no_fewer_chunks_on_disk_would_fit(whole: bool, async_sums: bool) -> None:
+    """`resolve_counts` against the footprint of every number of chunks on disk; `async_sums`: as with a GPU."""
     kept = ChunkGroupKey(ranks=(0, 1), dtype=torch.bfloat16, trainable=True, divisor=2)
     numel = 1 << 21
     params = [
@@ -136,11 +136,11 @@ def test_no_fewer_chunks_on_disk_would_fit(whole: bool, beside: bool) -> None:
     for count in range(len(params) + 1):
         tried = replace(plan, disk_chunks=count, values_on_disk=whole) if count else em.Plan.offload(chunk_numel=numel)
         tried = replace(tried, rcache_blocks=2)
-        sizes.append(footprint(tried, tried.layout(params), over_gloo=True, beside=beside).host_bytes)
+        sizes.append(footprint(tried, tried.layout(params), over_gloo=True, async_sums=async_sums).host_bytes)
     assert len(set(sizes)) > len(params) // 2
     for allowed in [*sizes, *(size - 1 for size in sizes)]:
         fits = [count for count, nbytes in enumerate(sizes) if nbytes <= allowed]
-        asked = partial(settled, moments=2, free_host_bytes=allowed, beside=beside)
+        asked = partial(resolve_counts, moments=2, free_host_bytes=allowed, async_sums=async_sums)
         if fits:
             assert asked(plan, params, StepOrder((), (), {})).disk_chunks == fits[0]
         else:

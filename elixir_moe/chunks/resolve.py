@@ -1,7 +1,7 @@
-"""From sizes to counts: turns a plan given in bytes, or with open numbers, into numbers of chunks for one model.
+"""Turns a plan given in bytes, or with open numbers, into numbers of chunks and blocks for one model.
 
-Owns three numbers: chunks that stay on the device, chunks on disk, and blocks of the rCache; and `Homes`, a ledger on
-which the first two are found. Pure; `wrap` passes the model's parameters and the free host memory.
+Owns three numbers (chunks on the device, chunks on disk, blocks of the rCache) and `Placement`, which finds the first
+two. Pure: `wrap` passes the model's parameters and the free host memory.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from elixir_moe.errors import PlanError, TierError
 
 
 @dataclass(slots=True)
-class Homes:
+class Placement:
     """A ledger whose last chunks are on the device, those before them on disk, and the others in host memory."""
 
     ledger: Ledger
@@ -26,15 +26,16 @@ class Homes:
     """The first chunk on the device."""
 
     def put(self, on_disk: int, on_device: int) -> None:
-        """Makes these the first chunks on disk and on the device; moves only chunks whose home changes."""
+        """Sets the first chunks on disk and on the device; moves only chunks whose tier changes."""
         for was, now in (self.on_device, on_device), (self.on_disk, on_disk):
             for index in range(min(was, now), max(was, now)):
                 self.ledger.move(index, tier_at(index, on_disk, on_device))
         self.on_disk, self.on_device = on_disk, on_device
 
     def spill(self, on_device: int, host_bytes: int, backwards: int = 1) -> Footprint | None:
-        """Puts chunks from `on_device` on there, and the fewest of the others on disk that make the rest fit in host
-        memory of `host_bytes`. Returns the bytes; None if it never fits.
+        """Puts chunks from `on_device` on the device, and as few of the others on disk as `host_bytes` requires.
+
+        Returns the bytes; None if host memory is too small even with all of them on disk.
 
         Each chunk on disk leaves less state in host memory, but may need larger buffers. So the number of chunks on
         disk begins where the state alone fits, and grows until the buffers fit too.
@@ -49,7 +50,7 @@ class Homes:
         return size
 
     def fill(self, on_device: int, disk_bytes: int) -> Footprint:
-        """Puts chunks from `on_device` on there, and as many of the others on disk as fit in `disk_bytes`."""
+        """Puts chunks from `on_device` on the device, and as many of the others on disk as fit in `disk_bytes`."""
         self.put(min(self.on_disk, on_device), on_device)
         while self.on_disk and self.ledger.state_bytes(Tier.DISK) <= disk_bytes:
             self.put(self.on_disk - 1, on_device)
@@ -58,24 +59,24 @@ class Homes:
         return self.ledger.footprint()
 
 
-def settled(
+def resolve_counts(
     plan: Plan,
     params: Sequence[ParamSpec],
     step_order: StepOrder,
     *,
     moments: int,
     free_host_bytes: int,
-    beside: bool = False,
+    async_sums: bool = False,
 ) -> Plan:
-    """`plan` with every size and every open number replaced by a number of chunks or blocks.
+    """Returns `plan` with every size and every open number replaced by a number of chunks or blocks.
 
     Args:
         plan: any plan; a plan with all numbers set is returned unchanged.
         params: the model's parameters in order of first use.
         step_order: the order in which a step uses the parameters.
         moments: fp32 values the optimizer keeps per element.
-        free_host_bytes: host memory of this rank for state, if the plan does not say.
-        beside: whether gradients reach sums outside the device beside backward, as with a GPU.
+        free_host_bytes: host memory of this rank for state, used if the plan sets none.
+        async_sums: whether gradients are summed outside the device while backward runs, as with a GPU.
 
     Raises:
         PlanError: a size is too small for a step.
@@ -85,7 +86,7 @@ def settled(
         plan = replace(plan, device_bytes=None, device_chunks=_device_chunks(plan, params, moments))
     if plan.host_bytes is not None or plan.disk_chunks is None:
         allowed = free_host_bytes if plan.host_bytes is None else plan.host_bytes
-        count = _disk_chunks(plan, params, moments, allowed, beside)
+        count = _disk_chunks(plan, params, moments, allowed, async_sums)
         disk = plan.disk if count else None
         plan = replace(
             plan,
@@ -105,7 +106,7 @@ def settled(
 
 def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int:
     """The most chunks whose state fits in `device_bytes`."""
-    assert plan.device_bytes is not None, "asked for a plan that says it"
+    assert plan.device_bytes is not None, "the caller has checked it"
     layout = plan.layout(params)
     ledger = Ledger.of(plan, layout, moments=moments, over_gloo=False)
     for count, chunk in enumerate(reversed(layout.chunks)):
@@ -115,23 +116,25 @@ def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int
     return len(layout.chunks)
 
 
-def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int, beside: bool) -> int:
-    """The fewest chunks on disk with which host memory is large enough."""
+def _disk_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int, allowed: int, async_sums: bool) -> int:
+    """The fewest chunks on disk that make the rest fit in host memory."""
     layout = plan.layout(params)
     _, on_device = plan.bounds(layout)
-    homes = Homes(Ledger.of(plan, layout, moments=moments, over_gloo=False, beside=beside), on_device, on_device)
-    if homes.spill(on_device, allowed) is None:
-        needed = [homes.ledger.footprint().host_bytes]  # with all of them on disk
+    placement = Placement(
+        Ledger.of(plan, layout, moments=moments, over_gloo=False, async_sums=async_sums), on_device, on_device
+    )
+    if placement.spill(on_device, allowed) is None:
+        needed = [placement.ledger.footprint().host_bytes]  # with all of them on disk
         for on_disk in range(1, on_device + 1):
-            homes.put(on_disk, on_device)
-            needed.append(homes.ledger.footprint().host_bytes)
+            placement.put(on_disk, on_device)
+            needed.append(placement.ledger.footprint().host_bytes)
         raise TierError(
-            f"host memory: {size_text(allowed)} are for state, and {size_text(min(needed))} are needed even with "
-            f"chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, "
+            f"host memory: {size_text(allowed)} are available for state, but {size_text(min(needed))} are needed even "
+            f"with chunks on disk ({size_text(min(needed) - allowed)} short): use more ranks, "
             f"{'' if plan.values_on_disk else 'put values on disk too (values_on_disk=True), '}or keep more on the "
             "device"
         )
-    return on_device - homes.on_disk
+    return on_device - placement.on_disk
 
 
 def _blocks(plan: Plan, layout: Layout, least: int) -> int:
