@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.meta_tensors import cut, has_data, pieces
-from elixir_moe.parallel.regather import LinearReadAgain
+from elixir_moe.parallel.regather import RegatherLinear
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.quantized.modules import QuantizedLinear
 from elixir_moe.quantized.packed import Packed, packed_in
@@ -141,7 +141,7 @@ def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
         if bias is not None:
             raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or give its weight")
         parts = [child for child in weight.children() if any(map(tile_of, child.parameters(recurse=False)))] or [weight]
-        if any(type(part) not in (nn.Linear, LinearReadAgain, QuantizedLinear, nn.Embedding) for part in parts):
+        if any(type(part) not in (nn.Linear, RegatherLinear, QuantizedLinear, nn.Embedding) for part in parts):
             raise ConfigError(
                 f"linear_cross_entropy of a head {type(weight).__name__}: expected a Linear or an Embedding, tiled or "
                 f"not; a module with adapters or another forward computes its own logits"

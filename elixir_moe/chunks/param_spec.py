@@ -74,7 +74,7 @@ _ROUTERS = {"gate", "router"}
 """Names of the modules that send tokens to experts: those of this library and of Hugging Face's mixtures."""
 
 
-def takes_narrow_state(name: str, shape: Sequence[int], chosen: Sequence[str] | None) -> bool:
+def has_narrow_state(name: str, shape: Sequence[int], chosen: Sequence[str] | None) -> bool:
     """Whether a parameter's state is as the plan's `master` and `moments` say; else it is fp32.
 
     It is for parameters whose names match one of `chosen`, with ``*`` for anything. None chooses the matrices of

@@ -62,7 +62,7 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def enough_text(nbytes: int) -> str:
+def size_text_up(nbytes: int) -> str:
     """A size as text, rounded up: so much is at least as much."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
@@ -222,7 +222,7 @@ class Plan:
     elements; the narrow ones rounded stochastically."""
     narrow_state: tuple[str, ...] | None = None
     """Names of the parameters whose state is as `master` and `moments` say, with ``*`` as in `em.annotate`; all others
-    keep fp32. None: the matrices of repeated blocks, but no routers (`takes_narrow_state`)."""
+    keep fp32. None: the matrices of repeated blocks, but no routers (`has_narrow_state`)."""
     rounding_seed: int = 0
     """Seed of stochastic rounding. Random bits follow from it, the parameter's name, its number of updates and the
     element alone: equal seeds give equal weights under every plan and on any number of ranks."""

@@ -7,7 +7,7 @@ from elixir_moe.moe.router import TopKRouter
 from elixir_moe.parallel.linear import CutLinear, TensorRanks, linear
 from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.parallel.state_dict import persistent_buffers
-from elixir_moe.quantized.formats import SCHEMES, scheme_called
+from elixir_moe.quantized.formats import SCHEMES, scheme_named
 from elixir_moe.quantized.packed import SCALES, packed_parameters, weights_behind
 from elixir_moe.state.checkpoint.held import held_pieces, share_of
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
@@ -30,7 +30,7 @@ __all__ = [
     "packed_parameters",
     "persistent_buffers",
     "require_wrapped",
-    "scheme_called",
+    "scheme_named",
     "share_of",
     "sum_of_squares",
     "tree_leaves",

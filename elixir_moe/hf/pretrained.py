@@ -31,7 +31,7 @@ from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.state_dict import keys_of
 from elixir_moe.parallel.tiles import mark, tile_of, whole_shape
-from elixir_moe.quantized.formats import Scheme, scheme_called
+from elixir_moe.quantized.formats import Scheme, scheme_named
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, cut_alike, packed_parameters, tile_problem
 from elixir_moe.state.safetensors_format import INDEX, SINGLE
@@ -119,7 +119,7 @@ class Pretrained:
         self._keep_fp32()
         if self._scheme is None:
             return
-        form = scheme_called(self._scheme)
+        form = scheme_named(self._scheme)
         places: _Places = {p: (m, name) for m in self._model.modules() for name, p in weights_of(m).items()}
         chosen = [t for t in self._names if t.is_meta and t not in self._halves and self._is_shipped(t)]
         problems = [f"{self._names[t][0]!r} {why}" for t in chosen if (why := self._problem(t, places)) is not None]
@@ -185,7 +185,7 @@ class Pretrained:
         missing = [key for key, _ in source.keys if key not in self._shipped]
         if missing:
             return f"is made of bytes and of {missing[0]!r}, which is none: {_IN_BF16}"
-        form, packed = scheme_called(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme)
+        form, packed = scheme_named(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme)
         for why in (tile_problem(tensor, form), _slice_problem(tensor, form, packed), form.problem(packed.shape)):
             if why is not None:
                 return why
@@ -250,7 +250,7 @@ class Pretrained:
         half = self._halves[tensor]
         packed, name = half.packed, self._found(half.codes)
         assert name is not None, f"{self._names[half.codes]} was found when the folder was opened"
-        form = scheme_called(packed.scheme)
+        form = scheme_named(packed.scheme)
         if not self._is_shipped(half.codes):
             if self._encoded is None or self._encoded[0] is not half.codes:
                 weight, before = self._made(name, self._stored), _before(half)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
-from elixir_moe.parallel.regather import ReadAgain, saves_no_weights
+from elixir_moe.parallel.regather import RegatheredParameter, saves_no_weights
 from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
 
 
@@ -146,7 +146,7 @@ class _GroupedLinear(torch.autograd.Function):
         outputs_first: bool,
         saves: bool,
     ) -> Tensor:
-        ctx.again = None if saves else ReadAgain(weight)
+        ctx.again = None if saves else RegatheredParameter(weight)
         ctx.counts, ctx.outputs_first = counts, outputs_first
         kept = rows if ctx.needs_input_grad[1] else None  # for the gradient of the weight alone
         ctx.save_for_backward(kept, groups.experts, groups.bounds, *([weight] if saves else []))

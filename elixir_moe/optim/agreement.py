@@ -274,7 +274,7 @@ class StepDecision:
         if self.loss_scale is not None and self._scheduler.reductions.used and not self._scaled:
             raise UsageError("fp16 gradients need a scaled loss: call optimizer.scale(loss).backward()")
         self._scheduler.reductions.drain()
-        begun = 0 if self._early is None else self._early.settle()
+        begun = 0 if self._early is None else self._early.withdraw()
         self._counted = self._scheduler.reductions.issued
         mine = self._squares_here()
         self._scheduler.fetch_after_compute()

@@ -94,7 +94,7 @@ class EarlyUpdates:
         """The updates of this step that were given to the thread and not withdrawn, by chunk."""
         return {index: one for index, one in self._phase.early.items() if one is not None}
 
-    def settle(self) -> int:
+    def withdraw(self) -> int:
         """Withdraws the updates that have not begun to change anything; returns the number of the others."""
         for index, one in self._begun.items():
             withdrawn = one.done.cancel()
@@ -106,7 +106,7 @@ class EarlyUpdates:
         return len(self._begun)
 
     def __contains__(self, chunk: Chunk) -> bool:
-        """Whether the chunk's update of this step has begun; after `settle`."""
+        """Whether the chunk's update of this step has begun; after `withdraw`."""
         return self._phase.early.get(chunk.spec.index) is not None
 
     def check_options(self) -> None:

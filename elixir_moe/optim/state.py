@@ -122,15 +122,15 @@ class OptimizerState:
                 parameter.grad = None  # a failed backward may have left one
         self._phase.clear()
 
-    def outlive(self, control: Callable[[], dist.ProcessGroup]) -> None:
+    def drop_process_groups(self, control: Callable[[], dist.ProcessGroup]) -> None:
         """Drops all process groups in the middle of a step. The shards can still be saved, over `control`.
 
         Raises UsageError if updates have begun in backward: the shards are not of one step.
         """
         self._phase.leave_groups()
-        self._phase.require(WHOLE, "outlive()")
+        self._phase.require(WHOLE, "drop_process_groups()")
         self._phase.abort()
-        self._phase.drop_gradients("outlive() stopped halfway")
+        self._phase.drop_gradients("drop_process_groups() stopped halfway")
         self._scheduler.abandon_groups()
         self._decision.forget_gradients()
         self._groups.replace(control)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from elixir_moe.torch_private import interpreter
 
-_MARK = "_elixir_saves_none"
+_MARK = "_elixir_saves_no_weights"
 
 
-def mark_saving_none(module: nn.Module, marked: bool = True) -> None:
+def mark_saves_no_weights(module: nn.Module, marked: bool = True) -> None:
     """Records whether autograd saves none of the module's own parameters."""
     setattr(module, _MARK, marked)
 
@@ -29,7 +29,7 @@ def saves_no_weights(module: nn.Module) -> bool:
     return marked and not torch.compiler.is_compiling() and interpreter() is None
 
 
-class ReadAgain:
+class RegatheredParameter:
     """A parameter that an autograd function has read in forward, and reads again in backward."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -51,7 +51,7 @@ def refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
     )
 
 
-class LinearReadAgain(nn.Linear):
+class RegatherLinear(nn.Linear):
     """A Linear layer that saves no weight, if it is marked."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = ReadAgain(weight)
+        ctx.weight = RegatheredParameter(weight)
         return F.linear(x, weight, bias)
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import nn
 from elixir_moe.chunks.events import ENTER, REACH, StepEvent
 from elixir_moe.memory.slabs import bytes_of
 from elixir_moe.quantized.decoders import FP8_BLOCK
-from elixir_moe.quantized.formats import scheme_called
+from elixir_moe.quantized.formats import scheme_named
 from elixir_moe.quantized.packed import packed_parameters
 from elixir_moe.runtime.autograd import tensors_in
 from elixir_moe.torch_private import TorchDispatchMode
@@ -58,7 +58,7 @@ def decoding_bytes(
 @cache
 def bytes_a_weight(scheme: str, dtype: torch.dtype, *, native: bool) -> float:
     """Bytes read and written to decode one weight."""
-    form, numel = scheme_called(scheme), math.prod(_SAMPLE)
+    form, numel = scheme_named(scheme), math.prod(_SAMPLE)
     if native:
         return form.nbytes(_SAMPLE) / numel + dtype.itemsize
     codes = torch.empty(form.codes_shape(_SAMPLE), dtype=form.codes_dtype, device="meta")

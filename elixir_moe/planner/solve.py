@@ -25,7 +25,7 @@ from elixir_moe.chunks.packing import (
     elements_for_one,
 )
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
-from elixir_moe.chunks.plan import Plan, Tier, enough_text, size_text
+from elixir_moe.chunks.plan import Plan, Tier, size_text, size_text_up
 from elixir_moe.chunks.resolve import Placement
 from elixir_moe.chunks.units import units_moved
 from elixir_moe.errors import PlanError
@@ -582,18 +582,18 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
     disk = min((s[Tier.DISK] for s in shortages if s[Tier.DEVICE] <= 0 and Tier.DISK in s), default=None)
     answers: list[tuple[int, str, str]] = []
     if host is not None:
-        change = f"give each rank {enough_text(host)} more host memory"
+        change = f"give each rank {size_text_up(host)} more host memory"
         if disk is not None:
-            change += f", or {enough_text(disk)} more on a disk for shards"
+            change += f", or {size_text_up(disk)} more on a disk for shards"
         answers.append((host, "host memory", change))
     if device is not None:
-        change = f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more"
+        change = f"give the device {size_text_up(int(device / cost.F_ALLOC) + 2)} more"
         if one_memory and disk is not None:
-            change += f", or {enough_text(disk)} more on a disk for shards"
+            change += f", or {size_text_up(disk)} more on a disk for shards"
         held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
         if freed <= held:
             change += (
-                f", or free {enough_text(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
+                f", or free {size_text_up(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
                 "sequences"
             )
         answers.append((device, "memory of device and host" if one_memory else "device memory", change))
@@ -602,13 +602,13 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
         both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
         device, host = both[Tier.DEVICE], both[Tier.HOST]
         return (
-            f"{start} {enough_text(device)} too little device memory and {enough_text(host)} too little host memory; "
-            f"give the device {enough_text(int(device / cost.F_ALLOC) + 2)} more and each rank "
-            f"{enough_text(host)} more host memory"
+            f"{start} {size_text_up(device)} too little device memory and {size_text_up(host)} too little host memory; "
+            f"give the device {size_text_up(int(device / cost.F_ALLOC) + 2)} more and each rank "
+            f"{size_text_up(host)} more host memory"
         )
     answers.sort()
     changes = ", or ".join(change for *_, change in answers)
-    return f"{start} {enough_text(answers[0][0])} too little {answers[0][1]}; {changes}"
+    return f"{start} {size_text_up(answers[0][0])} too little {answers[0][1]}; {changes}"
 
 
 def _rank(candidate: PlanCandidate) -> tuple[float, int]:

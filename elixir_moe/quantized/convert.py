@@ -20,7 +20,7 @@ from elixir_moe.parallel.rules import attach, pattern_of
 from elixir_moe.parallel.te_fastpath import call_linear_layers
 from elixir_moe.parallel.tiles import mark as mark_tile
 from elixir_moe.parallel.tiles import tile_of
-from elixir_moe.quantized.formats import Scheme, check_finite, scheme_called
+from elixir_moe.quantized.formats import Scheme, check_finite, scheme_named
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import (
     SCALES,
@@ -93,7 +93,7 @@ def quantize(model: M, scheme: str, *, targets: str | Sequence[str] | None = Non
         UsageError: the model is wrapped.
     """
     _refuse_wrapped(model, "quantize")
-    form = scheme_called(scheme)
+    form = scheme_named(scheme)
     chosen = list(_chosen(model, _listed(targets), _listed(skip)))
     users = defaultdict[nn.Parameter, list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -249,7 +249,7 @@ def check_finite(name: str, weight: Tensor) -> None:
         )
 
 
-def scheme_called(name: str) -> Scheme:
+def scheme_named(name: str) -> Scheme:
     """The format of this name. Raises ConfigError with the nearest name for another."""
     if name not in SCHEMES:
         raise nothing_called("scheme", str(name), SCHEMES)

@@ -14,7 +14,7 @@ from elixir_moe.errors import UsageError
 from elixir_moe.hf.fused_experts import STACKS, FusedExperts, become_fused, is_fused_experts, is_spread
 from elixir_moe.moe.experts import Groups
 from elixir_moe.moe.joined_class import joined, plain_class
-from elixir_moe.parallel.regather import LinearReadAgain, saves_no_weights
+from elixir_moe.parallel.regather import RegatherLinear, saves_no_weights
 from elixir_moe.quantized.packed import SCALES, Packed
 from elixir_moe.quantized.products import grouped_linear, linear
 
@@ -58,7 +58,7 @@ class QuantizedExperts(FusedExperts):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether the weight of a module is read by `nn.Linear`'s own forward alone."""
-    return isinstance(module, nn.Linear) and type(module) in (nn.Linear, LinearReadAgain, QuantizedLinear)
+    return isinstance(module, nn.Linear) and type(module) in (nn.Linear, RegatherLinear, QuantizedLinear)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -88,7 +88,7 @@ def become_plain(module: nn.Module) -> None:
     spread = is_spread(module)
     del module.packed
     if isinstance(module, nn.Linear):
-        module.__class__ = LinearReadAgain if saves_no_weights(module) else nn.Linear
+        module.__class__ = RegatherLinear if saves_no_weights(module) else nn.Linear
     else:
         module.__class__ = plain_class(module)
         if spread:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elixir_moe.parallel.rules import attach, logical_numel, pattern_of
 from elixir_moe.parallel.tiles import Tile, mark, tile_of
-from elixir_moe.quantized.formats import Scheme, scheme_called
+from elixir_moe.quantized.formats import Scheme, scheme_named
 
 SCALES = "_scales"
 """What the name of a weight gets for that of its scales; the codes have the name of the weight."""
@@ -39,7 +39,7 @@ class Packed:
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Tensor:
         """The weight in `dtype`, (..., out, in), from bytes; `shape` is that of some experts or rows of it."""
-        form = scheme_called(self.scheme)
+        form = scheme_named(self.scheme)
         return form.decode(codes.view(form.codes_dtype), scales.view(form.scales_dtype), shape or self.shape, dtype)
 
     def decode_rows(self, codes: Tensor, scales: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
@@ -51,7 +51,7 @@ class Packed:
     @property
     def row_block(self) -> int:
         """Rows that share scales."""
-        return scheme_called(self.scheme).block[0]
+        return scheme_named(self.scheme).block[0]
 
 
 def as_bytes(part: Tensor) -> Tensor:
@@ -101,5 +101,5 @@ def weights_behind(model: nn.Module) -> dict[nn.Parameter, int]:
     found: dict[nn.Parameter, int] = {}
     for _, module, own, packed in packed_parameters(model):
         codes, scales = getattr(module, own), getattr(module, own + SCALES)
-        found |= {codes: logical_numel(codes) * scheme_called(packed.scheme).codes_a_byte, scales: 0}  # a tile's own
+        found |= {codes: logical_numel(codes) * scheme_named(packed.scheme).codes_a_byte, scales: 0}  # a tile's own
     return found

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.meta_tensors import has_data
-from elixir_moe.parallel.regather import ReadAgain
+from elixir_moe.parallel.regather import RegatheredParameter
 from elixir_moe.quantized.packed import Packed
 
 
@@ -62,7 +62,7 @@ def computed_in(x: Tensor, packed: Packed) -> torch.dtype:
 def _keep(ctx: Any, codes: Tensor, scales: Tensor, again: bool) -> None:
     """Keeps the bytes for `_kept`: saved, or to be read from the parameters again."""
     ctx.save_for_backward(*(() if again else (codes, scales)))
-    ctx.again = (ReadAgain(codes), ReadAgain(scales)) if again else ()
+    ctx.again = (RegatheredParameter(codes), RegatheredParameter(scales)) if again else ()
 
 
 def _kept(ctx: Any) -> tuple[Tensor, Tensor]:

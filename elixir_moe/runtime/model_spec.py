@@ -15,7 +15,7 @@ from torch import nn
 from elixir_moe.chunks.cache_policy import Schedule, advice
 from elixir_moe.chunks.events import StepEvent, by_first_use
 from elixir_moe.chunks.packing import Layout
-from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precision, takes_narrow_state, trainable_of
+from elixir_moe.chunks.param_spec import WIDE, ChunkGroupKey, ParamSpec, Precision, has_narrow_state, trainable_of
 from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.units import regions_of
@@ -154,7 +154,7 @@ def param_specs(
         if id(pattern) not in ranks:
             ranks[id(pattern)] = pattern.replicate_ranks
         found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype, reduce_dtype)
-        if precision.is_narrow and p.requires_grad and takes_narrow_state(names[p][0], found[p].shape, narrow_state):
+        if precision.is_narrow and p.requires_grad and has_narrow_state(names[p][0], found[p].shape, narrow_state):
             found[p] = replace(found[p], key=_narrowed(p, found[p], precision))
     trainable = [spec.name for spec in found.values() if spec.key.trainable]
     if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):

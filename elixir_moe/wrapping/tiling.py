@@ -36,7 +36,7 @@ from elixir_moe.hf.peft_checks import reads_weight
 from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.parallel.dtensor import is_dtensor
-from elixir_moe.parallel.regather import LinearReadAgain, mark_saving_none
+from elixir_moe.parallel.regather import RegatherLinear, mark_saves_no_weights
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.te_fastpath import call_linear_layers
 from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
@@ -237,7 +237,7 @@ def _tiled(module: nn.Module, bounds: list[int], made: dict[tuple[nn.Parameter, 
 
 
 _KINDS: Mapping[type[nn.Module], Any] = {
-    LinearReadAgain: TiledLinear,
+    RegatherLinear: TiledLinear,
     nn.Linear: TiledLinear,
     nn.Embedding: TiledEmbedding,
     GroupedExperts: TiledExperts,
@@ -388,7 +388,7 @@ def _part(
     module: nn.Module, start: int, stop: int, rows: int, tiles: dict[tuple[nn.Parameter, int], nn.Parameter]
 ) -> nn.Module:
     """The module with rows `start` .. `stop` of its parameters; `tiles` has those of earlier modules."""
-    kind = LinearReadAgain if type(module) is nn.Linear else type(module)
+    kind = RegatherLinear if type(module) is nn.Linear else type(module)
     part = module.__new__(kind)
     own = {name: copy(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
     hookless = {name: copy(value) for name, value in vars(nn.Module()).items() if name in _HOOKS}
@@ -405,8 +405,8 @@ def _part(
         part._parameters[name] = tiles[parameter, start]
     if isinstance(part, FusedExperts):
         become_fused(part, FusedTile)
-    if not isinstance(part, nn.Linear) or type(part) is LinearReadAgain:
-        mark_saving_none(part)
+    if not isinstance(part, nn.Linear) or type(part) is RegatherLinear:
+        mark_saves_no_weights(part)
     if isinstance(part, nn.Linear):
         part.out_features = stop - start
     elif isinstance(part, nn.Embedding):

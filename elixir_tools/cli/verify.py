@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from elixir_moe.errors import ConfigError
-from elixir_moe.ext.models import scheme_called
+from elixir_moe.ext.models import scheme_named
 from elixir_tools.models.lora import Lora
 from elixir_tools.train import launch
 from elixir_tools.train.waiting import Waits
@@ -101,7 +101,7 @@ def resumed_ranks(known: argparse.Namespace) -> int:
 def _source(known: argparse.Namespace) -> Any:
     lora = None if known.lora is None else Lora.parse(known.lora)
     if known.quantize is not None:
-        scheme_called(known.quantize)
+        scheme_named(known.quantize)
         if known.hf is None or lora is None:
             raise ConfigError("--quantize needs --hf, and --lora since the frozen weights need adapters to train")
     if known.model is not None:

@@ -313,7 +313,7 @@ class Loop:
         self.keeper.abandon()
         who = memory.who(store)
         training.disconnect()
-        training.wrapped.kept.outlive(lambda: memory.regroup(store, scarcity.tries + 1))
+        training.wrapped.kept.drop_process_groups(lambda: memory.regroup(store, scarcity.tries + 1))
         memory.forget(store, training.wrapped.groups.control)
         training.rewind()
         config = scarcity.next(training)

@@ -183,7 +183,7 @@ def _try_what_is_refused(model: Net, optimizer: ShardedOptimizer, folder: str) -
         "grad_norms": optimizer.grad_norms,
         "zero_grad": model.zero_grad,
         "update_in_backward": lambda: in_context(model, optimizer, 9),
-        "outlive": lambda: model._elixir.kept.outlive(lambda: pytest.fail("groups are gone")),
+        "drop_process_groups": lambda: model._elixir.kept.drop_process_groups(lambda: pytest.fail("groups are gone")),
         "full_state_dict": lambda: em.full_state_dict(model),
         "is to be gathered": lambda: backward(model, 9),
     }

@@ -11,7 +11,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.names import SchemeName
 from elixir_moe.quantized import formats
 from elixir_moe.quantized.decoders import E2M1_VALUES, NF4_VALUES
-from elixir_moe.quantized.formats import SCHEMES, scheme_called
+from elixir_moe.quantized.formats import SCHEMES, scheme_named
 
 NAMES = list(SCHEMES)
 
@@ -156,7 +156,7 @@ def test_weights_that_are_not_finite_are_refused(name: str, bad: float) -> None:
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'mxfp4'"):
-        scheme_called("mxfp")
+        scheme_named("mxfp")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,7 +95,7 @@ def leave_groups(model: Any, state: State) -> None:
     assert model._elixir.phase.now is state
     assert any(chunk.shard.has_gradient for chunk in model._elixir.scheduler.chunks)
     control = model._elixir.groups.control
-    model._elixir.kept.outlive(lambda: control)
+    model._elixir.kept.drop_process_groups(lambda: control)
     assert model._elixir.phase.now is READY
     assert not any(chunk.shard.has_gradient for chunk in model._elixir.scheduler.chunks)
 
@@ -141,7 +141,7 @@ def leave_a_peer_that_waits() -> str:
         return str(found.value)
     control = model._elixir.groups.control
     groups = [group for group in collectives.process_groups() if group not in (dist.group.WORLD, control)]
-    model._elixir.kept.outlive(lambda: control)
+    model._elixir.kept.drop_process_groups(lambda: control)
     collectives.drop_groups(groups)
     return ""
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
-from elixir_moe.chunks.param_spec import takes_narrow_state
+from elixir_moe.chunks.param_spec import has_narrow_state
 from elixir_moe.kernels import Rounding
 from tests.optim.test_narrow_step import oracle
 from tests.support.cases import placed, with_further
@@ -354,9 +354,9 @@ def test_matrices_of_blocks_are_narrow_unless_others_are_chosen() -> None:
         "model.layers.0.input_layernorm.weight": (4,),
         "lm_head.weight": (10, 4),
     }
-    found = [name for name, shape in shapes.items() if takes_narrow_state(name, shape, None)]
+    found = [name for name, shape in shapes.items() if has_narrow_state(name, shape, None)]
     assert found == ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"]
-    assert [name for name, shape in shapes.items() if takes_narrow_state(name, shape, ("lm_*",))] == ["lm_head.weight"]
+    assert [name for name, shape in shapes.items() if has_narrow_state(name, shape, ("lm_*",))] == ["lm_head.weight"]
 
 
 # ------------------------------------------------------------------------------------------------------ cut parameters
