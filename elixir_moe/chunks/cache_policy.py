@@ -1,13 +1,13 @@
-"""Which chunk leaves the rCache when another must enter: one set of decisions for the runtime and the simulator.
+"""The replacement policy of the rCache: one set of decisions for the runtime and the simulator.
 
-Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Touches no
+Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Never touches
 memory: the runtime carries out the loads and evictions decided here, the simulator only counts them.
 
 A block holds the weights of a chunk or its gradients; `gradients_of` numbers the latter. A schedule lists the requests
 of one forward and backward, the same on every rank and in every step:
 
     acquire  the weights must be in blocks, or the gradients have a block, and stay until released
-    release  one use is over; gradients leave their block, because nothing reads them there any more
+    release  one use is over; gradients leave their block, because nothing reads them there again
 
 Without a schedule, the least recently used weights are evicted: this suits backward (the reverse of forward) well and
 is safe for any order. With a schedule, the weights whose next use lies farthest ahead are evicted (Belady): no policy
@@ -25,11 +25,12 @@ from typing import NamedTuple
 
 from elixir_moe.errors import PlanError
 
-_STEPS_TO_SETTLE = 3
+_WARM_UP_STEPS = 3
+"""Steps after which the kept chunks in the cache no longer change."""
 LOOKAHEAD = 3
 """Number of chunks gathered ahead of use: one arriving, one on its way, one waiting for an update or a late rank."""
 NEVER = 1 << 62
-"""Stands for the position of a use when there is none."""
+"""The position of the next use of a chunk that is not used again."""
 
 
 class Verb(StrEnum):
@@ -44,7 +45,7 @@ ACQUIRE, RELEASE = Verb
 
 
 def gradients_of(chunk: int) -> int:
-    """The number of the gradients of `chunk`; the function is its own inverse. Weights are numbered from 0."""
+    """The number that stands for the gradients of `chunk`, and back; weights are numbered from 0."""
     return ~chunk
 
 
@@ -72,12 +73,12 @@ class Load:
 
 
 class Holds(NamedTuple):
-    """A schedule without the entries that change nothing: acquires of what is held, releases of what stays held."""
+    """A schedule without acquires of chunks that are held already and releases of chunks that stay held."""
 
     entries: tuple[tuple[Verb, tuple[int, ...], tuple[int, ...]], ...]
-    """(verb, chunks that it begins or ends to hold, the position here of the next acquire of each)."""
+    """(verb, chunks whose hold begins or ends, position in `entries` of the next acquire of each)."""
     first: dict[int, int]
-    """By chunk: the position of its first acquire here."""
+    """{chunk: position in `entries` of its first acquire}."""
 
 
 class Schedule:
@@ -101,7 +102,7 @@ class Schedule:
                 found.pop()  # nothing can leave in between
             elif chunks:
                 found.append((entry.verb, chunks))
-        assert not held, "a step lets go all that it holds"
+        assert not held, "a step releases all that it acquires"
         first = {c: at for at, (verb, chunks) in reversed([*enumerate(found)]) for c in chunks if verb is ACQUIRE}
         later = {chunk: len(found) + first[chunk] if chunk in self.kept else NEVER for chunk in first}
         entries: list[tuple[Verb, tuple[int, ...], tuple[int, ...]]] = []
@@ -129,7 +130,7 @@ class Schedule:
 
     @cached_property
     def must_load(self) -> tuple[int, ...]:
-        """The chunks that are gathered at least once in each step: those used that do not stay gathered."""
+        """The chunks that every step gathers at least once: those used, except the ones that stay gathered."""
         return tuple(chunk for chunk in self._uses if chunk >= 0 and chunk not in self.kept)
 
     @cached_property
@@ -166,7 +167,7 @@ class Schedule:
         return max(self._held_together(lambda item: item >= 0), default=0)
 
     def gradient_blocks(self, blocks: int) -> int:
-        """Blocks that gradients may use at once, of `blocks` in all."""
+        """The number of blocks, out of `blocks`, that gradients may use at once."""
         return max(self.open_gradients(), blocks - self.most_weights())
 
     def open_gradients(self) -> int:
@@ -199,14 +200,14 @@ class CacheCounts:
 
 def advice(least: int) -> str:
     """The advice for users whose rCache has fewer than `least` blocks."""
-    return f"set rcache_blocks to at least {least}, or a larger chunk_numel, with which more parameters share a block"
+    return f"set rcache_blocks to at least {least}, or a larger chunk_numel, so that more parameters share a block"
 
 
 class CacheState:
     """The rCache without its memory: which chunk is in which block, which chunks are held, and which is evicted next.
 
-    Requests are expected to follow the `schedule`, if there is one. From the first that differs, requests are served
-    by the safe policy (least recently used) and counted as `off_schedule`, until `rewind` restarts the schedule.
+    Requests are expected to follow the `schedule`, if there is one. From the first one that differs, requests are
+    served by the safe policy (least recently used) and counted as `off_schedule`, until `rewind` restarts the schedule.
     """
 
     def __init__(self, blocks: int, schedule: Schedule | None = None, *, prefetch: int = LOOKAHEAD) -> None:
@@ -265,9 +266,10 @@ class CacheState:
         return complete
 
     def leave_schedule(self) -> None:
-        """Until `rewind`, requests come in an order of this rank's own: what depends on it may not decide gathers.
+        """Stops following the schedule until `rewind`: requests now come in an order that may differ between ranks.
 
-        With a block for each chunk and for all gradients at once, nothing leaves its block then.
+        Gathers are collective and must not depend on that order. With a block for every chunk and for all gradients at
+        once, nothing is evicted then.
         """
         self.drop(list(self._reserved))
         self._on_schedule = False
@@ -421,7 +423,7 @@ class CacheState:
         return frozenset() if target is None else self._schedule.wanted[target]
 
     def _look_ahead(self) -> list[Load]:
-        """Loads that can be made now without changing a later decision of Belady's policy."""
+        """Returns the loads that can be made now without changing a later decision of Belady's policy."""
         loads: list[Load] = []
         if self._schedule is None or not self._on_schedule:
             return loads
@@ -434,7 +436,7 @@ class CacheState:
         return loads
 
     def _next_missing(self) -> int | None:
-        """Position of the next acquire that needs a chunk in no block; None if there is none.
+        """Position of the next acquire that needs a chunk that is not in a block; None if there is none.
 
         All acquires up to `_present` (NEVER: all of them) find their chunks in blocks. Only a chunk that leaves its
         block lowers `_present`.
@@ -449,10 +451,10 @@ class CacheState:
         return target
 
     def _load_for(self, target: int) -> list[Load]:
-        """Loads for the acquire at `target`, the first one that misses a chunk."""
+        """Returns the loads for the acquire at `target`, the first one that misses a chunk."""
         assert self._schedule is not None
         if not self._empty and all(c in self._held or self._next_use[c] < target for c in self._where):
-            return []  # most often; no chunk may leave its block
+            return []  # the common case: no chunk may leave its block
         held_then, freed = self._held.copy(), False
         for entry in self._schedule.entries[self._position + 1 : target + 1]:
             _apply(held_then, entry.verb, entry.chunks)
@@ -473,7 +475,7 @@ class CacheState:
 
 
 def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
-    """Applies a request to the counts of holds."""
+    """Applies a request to the number of holds on each chunk."""
     for chunk in chunks:
         holds = held.get(chunk, 0)
         if verb is ACQUIRE:
@@ -487,13 +489,13 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
 def simulate(
     schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD, backwards: int = 1
 ) -> tuple[CacheCounts, list[Load]]:
-    """Plays one step of so many backwards on a cache of `blocks` blocks; returns the counts and all decisions in order.
+    """Plays one step with `backwards` backwards on a cache of `blocks` blocks; returns the counts and all decisions.
 
-    The cache is empty at first, except for the kept chunks that earlier steps leave in it. A backward leaves its
-    weights to the next forward, until the update.
+    The cache starts empty, except for the kept chunks that earlier steps leave in it. Weights stay from one backward to
+    the next forward, until the update.
     """
     state = CacheState(blocks, schedule, prefetch=prefetch)
-    for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):
+    for _ in range(_WARM_UP_STEPS if schedule.kept else 0):
         _play(schedule, state)
         state.drop(chunk for chunk in state.chunks if chunk not in schedule.kept)
         state.rewind()
@@ -506,7 +508,7 @@ def simulate(
 
 
 def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[int]]:
-    """By backward, the weights that `simulate` loads without prefetches: the same decisions, found many times faster.
+    """Lists for each backward the weights that `simulate` loads without prefetches, computed many times faster.
 
     Raises:
         PlanError: there are fewer blocks than the schedule holds at once.
@@ -545,7 +547,7 @@ def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[in
                     loads.append(chunk)
         return loads
 
-    for _ in range(_STEPS_TO_SETTLE if schedule.kept else 0):
+    for _ in range(_WARM_UP_STEPS if schedule.kept else 0):
         play()
         for chunk in [chunk for chunk in where if chunk not in schedule.kept]:
             empty.append(where.pop(chunk))

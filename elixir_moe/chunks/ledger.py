@@ -1,8 +1,8 @@
-"""The bytes of a plan on one rank: what each chunk needs at its tier, and what all of them need together.
+"""The bytes that a plan needs on one rank, for each chunk at its tier and for all chunks together.
 
-Owns `Ledger`, which keeps these bytes while chunks move between tiers, and `Footprint`, a reading of it. Pure: it
-allocates nothing, and never chooses a tier. Memory is as in v2, Table 1, where L_c is the bytes of a compute element,
-and L_os * F_os the bytes of its master and moments.
+Owns `Ledger`, which updates these bytes while chunks move between tiers, and `Footprint`, a reading of it. Pure: never
+allocates memory or chooses a tier. Source: Elixir v2, Table 1, where L_c is the bytes of a compute element, and
+L_os * F_os the bytes of its master and moments.
 """
 
 from bisect import bisect_left, insort
@@ -25,13 +25,13 @@ DISK_THREADS = 4
 PAGE_BYTES = 4096
 """Unit of reads and writes on disk."""
 REDUCTIONS_IN_FLIGHT = 3
-"""Reductions the host leaves in flight: enough not to wait for a rank that is a little late, few enough to bound
-the buffers that wait to be summed. With a GPU: those of gradients that have memory outside the rCache."""
+"""Reductions the host leaves in flight: enough not to wait for a rank that is slightly late, few enough to bound
+the buffers that wait to be summed. With a GPU, this bounds the gradients whose memory is outside the rCache."""
 GRADIENTS_ON_THEIR_WAY = REDUCTIONS_IN_FLIGHT + 2
 """Gradients alive at once: those in reduction, one being produced, and one waiting for the last use of the weights
 that it overwrites."""
 SUMS_IN_FLIGHT = 3
-"""With a GPU: buffers for gradients on their way to a sum in host memory, one being copied while another is added."""
+"""With a GPU: buffers for gradients on their way to a sum in host memory; one is copied while another is added."""
 VALUES_BUFFERS = LOOKAHEAD + 1
 """Shards of values on disk that are in host memory at once: those read ahead, and one being copied."""
 VALUES_REQUEST_BYTES = 1 << 23
@@ -54,15 +54,15 @@ class Footprint:
     """Buffer of a reduction: for parts received over gloo before they are summed, and for gradients widened to fp32.
     One chunk uses it at a time, so it has the size of the largest."""
     shard_bytes: dict[str, int]
-    """By tier: compute or gradient shards, master shards and moments."""
+    """{tier: bytes of compute or gradient shards, master shards and moments}."""
     spill_buffer_bytes: int
-    """In host memory: buffers for the slices of chunks on disk during their update, for values on disk on their way to
-    the device, and, with a GPU, for gradients on their way to disk."""
+    """Host memory for buffers: slices of chunks on disk during their update, values on their way from disk to the
+    device, and, with a GPU, gradients on their way to disk."""
     gradient_bytes: int
-    """On the device, from the first gradient of a chunk to its reduction: gradients of chunks without blocks."""
+    """Device memory for gradients of chunks without blocks, from the first gradient of a chunk to its reduction."""
     accumulator_bytes: dict[str, int]
-    """By tier: fp32 sums of gradients, used only if a step has several backwards. With a GPU, in host memory also the
-    buffers of gradients on their way to the sums, unless gradients go to disk."""
+    """{tier: bytes of fp32 sums of gradients}, used only if a step has several backwards. With a GPU, the host tier
+    includes buffers for gradients on their way to the sums, unless gradients go to disk."""
 
     @property
     def device_bytes(self) -> int:
@@ -81,26 +81,27 @@ class Footprint:
         return self.shard_bytes[Tier.DISK]
 
     def memory_bytes(self, backwards: int) -> tuple[int, int]:
-        """(peak device memory, peak host memory) with so many backwards per step."""
+        """(peak device memory, peak host memory) with this number of backwards per step."""
         sums = self.accumulator_bytes if backwards > 1 else {}
         return self.device_bytes + sums.get(Tier.DEVICE, 0), self.host_bytes + sums.get(Tier.HOST, 0)
 
 
 class Kind(StrEnum):
-    """What one chunk needs. All chunks need the sum of it; from `TURN` on, they share what the largest need."""
+    """The kinds of memory that a chunk needs. Up to `GRADIENTS` they add up over chunks; from `TURN` on, chunks share
+    buffers as large as the largest of them needs."""
 
     SHARD = "shard"
     """Compute or gradient shard, master shard and moments."""
     SUMS = "sums"
     """An fp32 sum of gradients."""
     RESIDENT = "resident"
-    """A buffer in which it is gathered."""
+    """A buffer in which the chunk is gathered."""
     GRADIENTS = "gradients"
     """Memory for gradients until they are reduced."""
     TURN = "turn"
-    """The same, where the reduced gradient overwrites weights: `GRADIENTS_ON_THEIR_WAY` chunks have it at once."""
+    """Memory for gradients that overwrite weights once reduced: `GRADIENTS_ON_THEIR_WAY` chunks have it at once."""
     BLOCK = "block"
-    """Blocks with so many bytes for each of C elements."""
+    """Blocks; the number is bytes for each of C elements."""
     ARRIVING = "arriving"
     """`SUMS_IN_FLIGHT` buffers for gradients on their way to sums."""
     UPDATED = "updated"
@@ -111,15 +112,15 @@ class Kind(StrEnum):
 
 _SUMMED = frozenset({Kind.SHARD, Kind.SUMS, Kind.RESIDENT, Kind.GRADIENTS})
 _Need = tuple[Kind, Tier, int]
-"""(kind, where, bytes or elements)."""
+"""(kind, tier, bytes)."""
 
 
 def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -> Iterator[_Need]:
-    """All that one rank needs for a chunk at home in `tier`.
+    """Yields the memory that one rank needs for a chunk in `tier`.
 
-    A reduced gradient takes the place of the values where a separate master exists, and memory of its own where the
-    values are the master: both are the chunk's second shard. Several fp32 gradients are summed there too. On disk they
-    are not: without a master in memory, the weights must stay in that place.
+    A chunk has a second shard: a separate master, whose reduced gradient overwrites the values, or, where the values
+    are the master, memory for the reduced gradient. In memory, several fp32 gradients are summed there too. On disk
+    they are not: without a master in memory, the weights must not be overwritten.
     """
     trainable, numel, values = chunk.key.trainable, chunk.shard_numel, values_bytes(chunk)
     whole = reads_disk(chunk, tier, values_on_disk=values_on_disk)
@@ -161,7 +162,7 @@ class Ledger:
         async_sums: bool | None = None,
         values_on_disk: bool = False,
     ) -> None:
-        """The bytes of `layout`, each chunk of which is at home in one of `tiers`.
+        """Counts the bytes of a layout.
 
         Args:
             layout: the chunks.
@@ -170,19 +171,19 @@ class Ledger:
             over_gloo: whether reductions run over gloo.
             async_sums: whether gradients are summed in host memory while backward runs, as with a GPU; by default true
                 unless reductions run over gloo.
-            values_on_disk: whether trainable chunks on disk have their values there too, as in a plan.
+            values_on_disk: `Plan.values_on_disk`.
         """
         self._layout, self._moments, self._whole = layout, moments, values_on_disk
         self._async_sums = not over_gloo if async_sums is None else async_sums
         self._staging_bytes = max((chunk.staging_bytes(over_gloo=over_gloo) for chunk in layout.chunks), default=0)
         self._totals = {kind: {tier.value: 0 for tier in Tier} for kind in _SUMMED}
         self._ascending: dict[Kind, list[int]] = {kind: [] for kind in Kind if kind not in _SUMMED}
-        """The numbers of the kinds that chunks share, the largest last."""
+        """The bytes of the kinds that chunks share, in ascending order."""
         first: dict[object, int] = {}
         self._alike = [first.setdefault((c.key, c.numel, c.shards, c.residence), c.index) for c in layout.chunks]
         """For each chunk, the first chunk with the same needs."""
         self._changes: dict[tuple[int, Tier, Tier], list[tuple[_Need, int]]] = {}
-        """(what changes, how many times it is there more) by (first of the chunks alike, former tier, tier)."""
+        """{(first chunk with the same needs, former tier, tier): [(need, change of its count)]}."""
         self._tiers = list(tiers)
         for (index, tier), count in Counter(zip(self._alike, self._tiers, strict=True)).items():
             for kind, where, number in self._needs(index, tier):
@@ -195,7 +196,7 @@ class Ledger:
 
     @classmethod
     def of(cls, plan: Plan, layout: Layout, *, moments: int, over_gloo: bool, async_sums: bool | None = None) -> Self:
-        """The ledger of a plan, whose layout it is."""
+        """The ledger of a plan with this layout."""
         tiers = [plan.tier_of(layout, chunk) for chunk in layout.chunks]
         return cls(
             layout,
@@ -207,12 +208,10 @@ class Ledger:
         )
 
     def move(self, index: int, tier: Tier) -> None:
-        """Makes `tier` the home of a chunk. O(log chunks)."""
+        """Moves a chunk to `tier`. O(log chunks)."""
         was, self._tiers[index] = self._tiers[index], tier
         if was is not tier:
-            assert not self._layout.chunks[index].residence.in_shard, (
-                "what a layout uses in place is at home on the device"
-            )
+            assert not self._layout.chunks[index].residence.in_shard, "a chunk that is used in place is on the device"
             self._book(index, was, tier)
 
     def _needs(self, index: int, tier: Tier) -> Iterator[_Need]:
@@ -251,11 +250,11 @@ class Ledger:
 
     @property
     def arriving_bytes(self) -> int:
-        """Bytes of the largest gradient that reaches its sum in host memory, or on disk, beside backward."""
+        """Bytes of the largest gradient that is added to a sum in host memory or on disk while backward runs."""
         return self._largest(Kind.ARRIVING) if self._async_sums else 0
 
     def footprint(self, blocks: int = 0) -> Footprint:
-        """All bytes, with so many blocks in the rCache."""
+        """Returns all bytes, with this number of blocks in the rCache."""
         totals, turns = self._totals, self._ascending[Kind.TURN]
         buffers = values_buffer_bytes([self._largest(Kind.READ)]) + DISK_THREADS * self._largest(Kind.UPDATED)
         arriving, to_disk = SUMS_IN_FLIGHT * self.arriving_bytes, self._whole and self._ascending[Kind.UPDATED]
@@ -278,7 +277,7 @@ class Ledger:
 def footprint(
     plan: Plan, layout: Layout, *, moments: int = 2, over_gloo: bool, async_sums: bool | None = None
 ) -> Footprint:
-    """The bytes that `plan` needs on one rank; the rest is as for `Ledger`."""
+    """Returns the bytes that `plan` needs on one rank; the other arguments are those of `Ledger`."""
     ledger = Ledger.of(plan, layout, moments=moments, over_gloo=over_gloo, async_sums=async_sums)
     return ledger.footprint(plan.blocks(layout))
 
@@ -288,7 +287,7 @@ HELD_HEAD = f"{'on one rank':44} {'tier':>6} {'chunks':>6} {'elements':>16} {'by
 
 
 def held_line(row: dict[str, Any]) -> str:
-    """A row of `held_rows` as text."""
+    """Formats a row of `held_rows`."""
     return (
         f"{row['chunk_group']:44} {row['tier']:>6} {row['chunks']:6} {row['numel']:16,} "
         f"{size_text(row['shard_bytes']):>11}{'  resident' * row['resident']}"
@@ -296,7 +295,7 @@ def held_line(row: dict[str, Any]) -> str:
 
 
 def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
-    """The chunks of one rank as plain data: one row per chunk group, tier and residency.
+    """Lists the chunks of one rank as plain data: one row per chunk group, tier and residency.
 
     `numel` counts the elements of the gathered parameters, `shard_bytes` the bytes of this rank's state.
     """
@@ -312,7 +311,7 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
 
 
 def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> int:
-    """Bytes of one rank's state of a chunk at its home."""
+    """Bytes of one rank's long-lived state of a chunk."""
     needed = needs(chunk, plan.tier_of(layout, chunk), moments=moments, values_on_disk=plan.values_on_disk)
     return sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
 
@@ -328,7 +327,7 @@ def record_bytes(numel: int, arrays: Iterable[StateArray]) -> int:
 
 
 def spilled_bytes(numel: int, arrays: Sequence[StateArray]) -> int:
-    """Bytes on disk of the arrays of a shard of `numel` elements: a record for each slice."""
+    """Bytes on disk of the arrays of a shard of `numel` elements: one record per slice."""
     slices, rest = divmod(numel, spill_slice_numel())
     return slices * record_bytes(spill_slice_numel(), arrays) + record_bytes(rest, arrays)
 
@@ -339,12 +338,12 @@ def spill_slice_numel() -> int:
 
 
 def values_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of one rank's values of a chunk, and of its gradient shard."""
+    """Bytes of one rank's values of a chunk, which are also the bytes of its gradient shard."""
     return chunk.shard_numel * chunk.key.dtype.itemsize
 
 
 def second_bytes(chunk: ChunkSpec) -> int:
-    """Bytes of a trainable chunk's second shard in memory: its master, or a gradient where values are the master."""
+    """Bytes of a trainable chunk's second shard in memory: its master, or its gradient if the values are the master."""
     return values_bytes(chunk) if chunk.key.master_in_values else 4 * chunk.shard_numel
 
 
@@ -354,6 +353,6 @@ def paged_bytes(nbytes: int) -> int:
 
 
 def values_buffer_bytes(sizes: Iterable[int]) -> int:
-    """Bytes in host memory through which values of these sizes come from disk."""
+    """Bytes of the buffers in host memory through which values of these sizes are read from disk."""
     largest = paged_bytes(max(sizes, default=0))
     return min(VALUES_REQUEST_BYTES, largest) + VALUES_BUFFERS * largest

@@ -1,6 +1,6 @@
-"""Where every parameter lies: chunks, offsets, shards.
+"""The packing of parameters into chunks: offsets, shards, and the length of a chunk.
 
-Owns the packing of parameters into chunks and the choice of the chunk length. Pure: no tensor, no process group.
+Owns the layout of a model and the choice of the chunk length. Pure: never touches a tensor or a process group.
 
 A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache (C is the length of every block)::
 
@@ -9,15 +9,15 @@ A chunk of three parameters in a group of N = 4 ranks, in a block of the rCache 
     |== parameter 0 ==|..|====== parameter 1 ======|.|======= parameter 2 =======|..|........|
                        ^ parameters start on 64 bytes            zeros up to numel ^  ^ not sent, not stored
 
-`numel` is rounded up so that all shards are equal and start on 64 bytes. Where moments are codes, parameters and shards
-start on whole blocks of codes: so no shard cuts a block, and codes do not depend on the number of ranks. Only `numel`
-elements are stored at home and sent. The rest of the block is unused, because all groups share one block length;
+`numel` is rounded up so that all shards are equal and start on 64 bytes. With int8 moments, parameters and shards start
+on whole blocks of codes, so that no shard cuts a block, and codes do not depend on the number of ranks. Only `numel`
+elements are stored and sent. The rest of the block is unused, because all groups share one block length;
 `waste_fraction` counts it.
 
-A chunk begins where a repeated module begins, one with a number for its name, if the module then lies in one chunk
-instead of several: a layer in one chunk is gathered as one unit. A module that backward recomputes at once is a unit in
-any number of chunks, and needs only lie in fewer of them. Each chunk group does so for all its modules, or for none
-where that would waste more than `LAYERS_WASTE` of its blocks.
+A chunk begins where a repeated module begins (one whose name is a number) if the module then fits in one chunk instead
+of several: a layer in one chunk is gathered as one unit. A module that backward recomputes as a whole is a unit
+whatever its number of chunks, so for it fewer chunks are reason enough. A chunk group does this for all its modules, or
+for none if that would waste more than `LAYERS_WASTE` of its blocks.
 Sources: Elixir v1, sections IV-A (grouping, fused small groups) and V (fully symmetric partitioning); v2, A.2.
 """
 
@@ -43,7 +43,7 @@ WASTE_ENOUGH = 0.02
 LAYERS_WASTE = 0.04
 """The fraction of a chunk group's blocks that may be added so that repeated modules are cut less."""
 LATENCY_BYTES = 1 << 24
-"""Shorter collectives are bound by latency, not by bandwidth; torch's DDP uses buckets of 25 MiB."""
+"""Shorter collectives are latency-bound; torch's DDP uses buckets of 25 MiB."""
 FINEST = 8
 """A model gets at least about this many chunks, even below `LATENCY_BYTES`: an rCache needs chunks to choose from."""
 _SEARCH_SPAN = 4
@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """The elements of one parameter that lie in one rank's shard of its chunk; perhaps none."""
+    """The elements of one parameter that are in one rank's shard of its chunk; possibly none."""
 
     start: int
     """First element, counted from the start of the shard."""
@@ -108,13 +108,13 @@ class ChunkSpec:
     shards: int
     """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
     residence: Residence
-    """Where its gathered weights are, and where its gradients are."""
+    """Where its gathered weights and its gradients are."""
     width: int = 0
-    """Bytes of a block that the chunk needs for each of its C elements; 0 stands for those of its dtype."""
+    """Bytes of a block that the chunk needs for each of its C elements; 0 means the itemsize of its dtype."""
 
     @property
     def block_itemsize(self) -> int:
-        """`width`, in bytes."""
+        """Bytes per element of a block that holds this chunk."""
         return self.width or self.key.dtype.itemsize
 
     @property
@@ -128,7 +128,7 @@ class ChunkSpec:
         return self.numel * self.key.dtype.itemsize
 
     def residence_at(self, *, on_device: bool) -> Residence:
-        """The residence of the chunk by its home. Whole at home on the device, it is used there: no block, no copy."""
+        """The residence of the chunk given its tier. A whole chunk on the device is used in place, without a block."""
         if self.shards > 1 or not on_device:
             return self.residence
         overwritten = self.key.trainable and self.key.dtype != torch.float32
@@ -136,13 +136,13 @@ class ChunkSpec:
 
     @property
     def shows_only_weights(self) -> bool:
-        """Whether gathered parameters view the only weights at home: a write to them changes these, without a copy."""
+        """Whether gathered parameters view the shard and there is no other master: writing to them updates it."""
         return self.residence.in_shard and (self.key.master_in_values or not self.key.trainable)
 
     def widens(self, *, over_gloo: bool) -> bool:
         """Whether gradients are widened to fp32 before they are reduced.
 
-        A reduce-scatter over gloo needs none of it: it sends gradients as they are and sums in fp32 itself.
+        A reduce-scatter over gloo does not need this: it sends gradients unchanged and sums them in fp32.
         """
         summed = self.key.trainable and len(self.key.ranks) > 1
         wider = self.key.reduce_dtype.itemsize > self.key.dtype.itemsize
@@ -155,7 +155,8 @@ class ChunkSpec:
     def staging_bytes(self, *, over_gloo: bool) -> int:
         """Bytes of the staging buffer for a reduction.
 
-        For widened gradients, or for what a reduce-scatter over gloo receives: with two ranks, that is one shard.
+        The buffer holds widened gradients, or the data that a reduce-scatter over gloo receives: one shard with two
+        ranks.
         """
         if self.widens(over_gloo=over_gloo):
             return self.reduced_bytes(over_gloo=over_gloo)
@@ -189,7 +190,7 @@ class Layout:
     block_itemsize: int
     """Bytes per element of a block: the most that a chunk in the rCache needs (`ChunkSpec.block_itemsize`)."""
     whole_layers: bool = True
-    """As in the plan."""
+    """`Plan.whole_layers`."""
     open_gradients: int | None = None
     """The most chunks whose gradients have a block at once; None until counted (`chunks.replay`)."""
 
@@ -199,7 +200,7 @@ class Layout:
         return self.chunk_numel * self.block_itemsize
 
     def with_residence(self, on_device: Collection[int]) -> "Layout":
-        """A copy for placement: those of the chunks in `on_device` are there, and the others elsewhere."""
+        """Returns a copy whose chunks have the residence of their tier; `on_device` are those on the device."""
         chunks = tuple(replace(c, residence=c.residence_at(on_device=c.index in on_device)) for c in self.chunks)
         widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return replace(
@@ -282,10 +283,10 @@ def build_layout(
 
 
 def bytes_together(params: Sequence[ParamSpec]) -> int:
-    """How many elements of one byte, as those of quantized weights, count as one of the C elements of a chunk.
+    """Returns how many one-byte elements (quantized weights) count as one of the C elements of a chunk.
 
-    As many as fill an element of the widest chunk group beside them that is large enough for blocks: a block is as wide
-    as its widest chunk, and bytes would use a part of it.
+    As many as fill one element of the widest chunk group that is large enough for blocks: a block is as wide as its
+    widest chunk, and single bytes would use only a part of it.
     """
     plain = [p for p in params if not p.tied]
     narrow = max((p.numel for p in plain if p.key.dtype.itemsize == 1), default=0)
@@ -298,7 +299,7 @@ def bytes_together(params: Sequence[ParamSpec]) -> int:
 
 
 def elements_for_one(key: ChunkGroupKey, together: int) -> int:
-    """How many elements of a chunk group count as one of the C elements, given `bytes_together`."""
+    """Returns how many elements of a chunk group count as one of the C elements, given `bytes_together`."""
     return together if key.dtype.itemsize == 1 else 1
 
 
@@ -308,12 +309,12 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
     The shortest sensible length is the largest parameter, and at least `LATENCY_BYTES` in a model of `FINEST` times
     that size. Little waste is `WASTE_ENOUGH` of all blocks, or within 0.1 % of the least possible: below that, a finer
     rCache is worth more than fuller chunks. Waste falls only where a group needs one chunk less, so only those lengths
-    are tried. Source: Elixir v1, IV-A, which takes the least waste of a range the user gives.
+    are tried. Source: Elixir v1, IV-A, which picks the least waste in a range given by the user.
 
     Args:
         params: all parameters in order of first use.
-        stay: chunk groups of a single rank are used in place on the device and need no block: they are left out,
-            unless there is no other group. Experts are most of a mixture, but do not make its dense chunks longer.
+        stay: leave out chunk groups of a single rank, unless there are no others: they are used in place on the device
+            and need no block. So experts, most of a mixture, do not make its dense chunks longer.
     """
     together = bytes_together(params)
     streams = [
@@ -334,7 +335,7 @@ def best_chunk_numel(params: Sequence[ParamSpec], *, stay: bool = False) -> int:
 
 
 class _Stream:
-    """The sizes of one chunk group, ready to be packed into chunks of many lengths; several elements count as one."""
+    """The sizes of one chunk group, prepared for packing at many lengths; `together` elements count as one."""
 
     def __init__(self, sizes: list[int], key: ChunkGroupKey, together: int) -> None:
         self.sizes = sizes = [-(-size // together) for size in sizes]
@@ -350,10 +351,7 @@ class _Stream:
         return self.total < chunk_numel * FUSE_BELOW
 
     def chunks(self, chunk_numel: int) -> int:
-        """The number of chunks of this length, which is at least the largest size, that `_pack` makes.
-
-        O(chunks log sizes).
-        """
+        """The number of chunks that `_pack` makes at this length (at least the largest size). O(chunks log sizes)."""
         first = count = 0
         while first < len(self.sizes):
             first = bisect_right(self._stops, self._starts[first] + chunk_numel, first)
@@ -361,7 +359,7 @@ class _Stream:
         return count
 
     def steps(self, shortest: int, longest: int) -> Iterator[int]:
-        """The lengths in a range from which on the group needs fewer chunks, or becomes small."""
+        """Yields the lengths in a range at which the group starts to need fewer chunks, or becomes small."""
         fewest, length = self.chunks(longest), shortest
         while (count := self.chunks(length)) > fewest:
             length += 1 + bisect_left(range(length + 1, longest), 1 - count, key=lambda n: -self.chunks(n))
@@ -381,7 +379,7 @@ def _waste(streams: Sequence[_Stream], chunk_numel: int) -> float:
 
 
 def _streams(params: Sequence[ParamSpec], chunk_numel: int) -> Iterator[tuple[ChunkGroupKey, Residence, list[int]]]:
-    """Yields (key, residence, parameter indices); each is packed into chunks of its own, in order of first use."""
+    """Yields (key, residence, parameter indices); each has its own chunks, packed in order of first use."""
     together = bytes_together(params)
     for key, indices in group_parameters(params).items():
         tied = [i for i in indices if params[i].tied]
@@ -401,8 +399,8 @@ _Packed = list[tuple[int, list[int], int]]
 def _pack(sizes: Sequence[int], limit: float, align: int, modules: "_Modules | None" = None) -> _Packed:
     """Packs consecutive sizes, each chunk until one does not fit.
 
-    With `modules`, a chunk also ends where one begins that then lies in one chunk instead of several, or in fewer
-    chunks where it is recomputed at once.
+    With `modules`, a chunk also ends where a module begins that then fits in one chunk instead of several, or, if it is
+    recomputed as a whole, in fewer chunks.
     """
     packed, first, starts, used = _Packed(), 0, list[int](), 0
     for index, size in enumerate(sizes):
@@ -410,8 +408,8 @@ def _pack(sizes: Sequence[int], limit: float, align: int, modules: "_Modules | N
         ends = start + size > limit
         for stop, at_once in () if ends or modules is None else modules.get(index, ()):
             inside = sizes[index:stop]
-            alone = _chunks_of(inside, limit, align)
-            ends = ends or ((alone == 1 or at_once) and alone < _chunks_of(inside, limit, align, start))
+            fewest = _chunks_of(inside, limit, align)
+            ends = ends or ((fewest == 1 or at_once) and fewest < _chunks_of(inside, limit, align, start))
         if starts and ends:
             packed.append((first, starts, used))
             first, starts, start = index, [], 0
@@ -423,7 +421,7 @@ def _pack(sizes: Sequence[int], limit: float, align: int, modules: "_Modules | N
 
 
 def _chunks_of(sizes: Sequence[int], limit: float, align: int, used: int = 0) -> int:
-    """The number of chunks in which consecutive sizes lie, if the first chunk begins with `used` elements of others."""
+    """The number of chunks that consecutive sizes need if other parameters use the first `used` elements."""
     count = 1
     for size in sizes:
         start = _round_up(used, align)
@@ -434,18 +432,18 @@ def _chunks_of(sizes: Sequence[int], limit: float, align: int, used: int = 0) ->
 
 
 def _with_whole_layers(packed: _Packed, sizes: Sequence[int], modules: "_Modules", limit: int, align: int) -> _Packed:
-    """`packed`, with chunks that begin where repeated modules begin, if these are not many more."""
+    """Returns a packing whose chunks begin where repeated modules begin; `packed` if that needs too many chunks."""
     aligned = _pack(sizes, limit, align, modules)
     return aligned if len(aligned) <= len(packed) * (1 + LAYERS_WASTE) else packed
 
 
 _Modules = dict[int, list[tuple[int, bool]]]
-"""By first parameter: (one past the last one, whether backward recomputes it at once) of each module, outermost first.
-"""
+"""{first parameter: [(one past the last parameter, whether backward recomputes the module as a whole)]}, outermost
+module first."""
 
 
 def _repeated_modules(params: Sequence[ParamSpec]) -> _Modules:
-    """The repeated modules among consecutive parameters: those with a number for a name."""
+    """The repeated modules (whose name is a number) among consecutive parameters."""
     stops: dict[tuple[int, str], int] = {}
     first_of: dict[str, int] = {}
     for index, param in enumerate(params):
@@ -471,7 +469,7 @@ def _check_fits(params: Sequence[ParamSpec], indices: Sequence[int], chunk_numel
 
 
 def alignment(key: ChunkGroupKey) -> int:
-    """The number of elements of which the start of each parameter and shard is a multiple."""
+    """The alignment in elements of the start of each parameter and shard."""
     return CODE_BLOCK if key.precision.moments == "int8" else ALIGN_BYTES // key.dtype.itemsize
 
 

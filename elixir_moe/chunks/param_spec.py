@@ -1,11 +1,11 @@
-"""Which parameters may share a chunk: the chunk groups.
+"""The chunk groups: which parameters may share a chunk.
 
-Owns `ParamSpec`, which is all that the pure part of the package knows about a parameter, the key that sorts parameters
-into chunk groups, and the precision of their optimizer's state. Two parameters share a chunk group if one collective
-can serve both, and one layout their state: the same ranks, compute dtype, trainability, gradient divisor, dtype of the
-sum and precision. The key has the identity of the ranks, never their number: two process groups of equal size are
-different.
-Source: Elixir v1, sections IV-A ("parameters with different DP groups can not communicate together").
+Owns `ParamSpec` (all that the pure part of the package knows about a parameter), the key that sorts parameters into
+chunk groups, and the precision of their optimizer state. Two parameters share a chunk group if one collective can serve
+both, and their state has one layout: the same ranks, compute dtype, trainability, gradient divisor, dtype of the sum
+and precision. The key contains the ranks themselves, never only their number: two process groups of equal size differ.
+Never looks at a tensor.
+Source: Elixir v1, section IV-A ("parameters with different DP groups can not communicate together").
 """
 
 import math
@@ -22,31 +22,31 @@ from elixir_moe.names import Master, Moments
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One flat array of the optimizer's state of a shard, in memory or on disk."""
+    """One flat array of the optimizer state of a shard, in memory or on disk."""
 
     name: str
-    """For messages."""
+    """Used in messages."""
     dtype: torch.dtype = torch.float32
     block: int = 1
-    """Elements of the shard that share one of its elements."""
+    """Number of elements of the shard that share one element of the array."""
 
     def numel(self, shard_numel: int) -> int:
-        """Its elements for so many of the shard."""
+        """Elements of the array for a shard of `shard_numel` elements."""
         return -(-shard_numel // self.block)
 
     def nbytes(self, shard_numel: int) -> int:
-        """Its bytes for so many elements of the shard."""
+        """Bytes of the array for a shard of `shard_numel` elements."""
         return self.numel(shard_numel) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """How the optimizer's state of a parameter is stored. What is narrower than fp32 is rounded stochastically."""
+    """The dtypes of a parameter's optimizer state. Anything narrower than fp32 is rounded stochastically."""
 
     master: Master = "fp32"
-    """bf16: there is no master besides the compute shard, in which the update writes the weight."""
+    """With bf16 there is no separate master: the update writes the compute shard."""
     moments: Moments = "fp32"
-    """int8: codes of 8 bits, and for each `CODE_BLOCK` elements an exponent of 8 bits (csrc/narrow.hpp)."""
+    """int8: codes of 8 bits, and an exponent of 8 bits per `CODE_BLOCK` elements (csrc/narrow.hpp)."""
 
     @property
     def is_narrow(self) -> bool:
@@ -54,7 +54,7 @@ class Precision:
         return (self.master, self.moments) != ("fp32", "fp32")
 
     def arrays(self, moments: int) -> tuple[StateArray, ...]:
-        """The master and so many moments, where each has an array of its own: on disk."""
+        """The master and `moments` moments, each in an array of its own, as on disk."""
         kept = [StateArray("master", _DTYPES[self.master])]
         for name in (f"moment {number}" for number in range(1, moments + 1)):
             kept.append(StateArray(name, _DTYPES[self.moments]))
@@ -69,17 +69,17 @@ class Precision:
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 WIDE = Precision()
-"""The state that torch's optimizers keep."""
+"""The precision of state in torch's optimizers."""
 _ROUTERS = {"gate", "router"}
-"""Names of the modules that send tokens to experts: those of this library and of Hugging Face's mixtures."""
+"""Names of the modules that send tokens to experts, in this library and in Hugging Face's mixtures."""
 
 
 def has_narrow_state(name: str, shape: Sequence[int], chosen: Sequence[str] | None) -> bool:
-    """Whether a parameter's state is as the plan's `master` and `moments` say; else it is fp32.
+    """Whether the plan's `master` and `moments` apply to a parameter; if not, its state is fp32.
 
-    It is for parameters whose names match one of `chosen`, with ``*`` for anything. None chooses the matrices of
-    repeated blocks: parameters with two or more dims and a number in their names, but for routers. Norms and biases
-    have one dim, embeddings and heads no number.
+    They apply to parameters whose names match one of the globs in `chosen`. None selects the matrices of repeated
+    blocks: parameters with two or more dims and a number in their names, except routers. Norms and biases have one dim,
+    and embeddings and heads have no number.
     """
     if chosen is not None:
         return any(fnmatchcase(name, pattern) for pattern in chosen)
@@ -102,11 +102,11 @@ class ChunkGroupKey:
     reduce_dtype: torch.dtype = torch.float32
     """The dtype in which gradients are summed over the ranks: fp32, or `dtype`."""
     precision: Precision = WIDE
-    """How the optimizer's state is stored."""
+    """The precision of the optimizer state."""
 
     @property
     def master_in_values(self) -> bool:
-        """Whether the compute shard is the only weight at home, so that no gradient may take its place."""
+        """Whether the compute shard is the master, so that no gradient may overwrite it."""
         return self.trainable and (self.dtype == torch.float32 or self.precision.master == "bf16")
 
     @property
@@ -121,7 +121,7 @@ class ChunkGroupKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """One parameter, as grouping and packing see it."""
+    """One parameter, for grouping and packing."""
 
     name: str
     """First name in the model."""
@@ -130,9 +130,9 @@ class ParamSpec:
     key: ChunkGroupKey
     """The chunk group it belongs to."""
     tied: bool = False
-    """Used by several modules: its chunk has a buffer of its own and stays gathered during a step."""
+    """Whether several modules use it: its chunk then has a buffer of its own and stays gathered during a step."""
     region: int | None = None
-    """The part of the model that backward is known to recompute at once with the parameter, the outermost one."""
+    """The outermost part of the model around the parameter that backward is known to recompute as a whole."""
 
     @property
     def numel(self) -> int:
@@ -149,7 +149,7 @@ def group_parameters(params: Iterable[ParamSpec]) -> dict[ChunkGroupKey, list[in
 
 
 def trainable_of(params: Iterable[ParamSpec]) -> dict[int, int]:
-    """{index: number of elements} of the trainable parameters."""
+    """Returns {index: number of elements} of the trainable parameters."""
     return {index: param.numel for index, param in enumerate(params) if param.key.trainable}
 
 

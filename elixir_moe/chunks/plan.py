@@ -1,7 +1,7 @@
-"""How a model is held and moved: the plan.
+"""The plan: where a model's state is stored, and how its chunks move.
 
-Owns `Plan`, a small piece of frozen data, `AutoPlan`, the request to search for one, and sizes and times as texts.
-Pure; `ledger` has the bytes that a plan needs. Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B.
+Owns `Plan` (frozen data), `AutoPlan` (the request to search for one), and the text form of sizes and times.
+Pure: never counts bytes, which `ledger` does. Source: [S_FLAG, O_FLAG, C_SIZE], Elixir v1, VI-B.
 """
 
 import json
@@ -33,8 +33,9 @@ class Tier(StrEnum):
     """Host memory, pinned if there is a GPU: updates run on the CPU, and each gather first fetches the shard."""
     DISK = "disk"
     """Master shard and moments in a file, compute shard in host memory: gathers work as for `HOST`, and updates
-    read and write the file. A frozen chunk has its compute shard in a file, which gathers read. So has every chunk with
-    `Plan.values_on_disk`, beside a sum of its gradients, and nothing stays in host memory."""
+    read and write the file. The compute shard of a frozen chunk is in a file too, and gathers read it from there. With
+    `Plan.values_on_disk` this holds for every chunk, and the sum of its gradients is in the file as well: nothing stays
+    in host memory."""
 
     @property
     def of_compute(self) -> "Tier":
@@ -43,14 +44,14 @@ class Tier(StrEnum):
 
 
 def tier_at(index: int, on_disk: int, on_device: int) -> Tier:
-    """The tier of chunk `index`, if `on_disk` is the first chunk on disk and `on_device` the first on the device."""
+    """Returns the tier of chunk `index`, given the first chunk on disk and the first chunk on the device."""
     if index >= on_device:
         return Tier.DEVICE
     return Tier.DISK if index >= on_disk else Tier.HOST
 
 
 def reads_disk(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool) -> bool:
-    """Whether gathers read a chunk at home in `tier` from disk."""
+    """Whether gathers read a chunk of this tier from disk."""
     return tier is Tier.DISK and (values_on_disk or not chunk.key.trainable)
 
 
@@ -63,7 +64,7 @@ def size_text(nbytes: float) -> str:
 
 
 def size_text_up(nbytes: int) -> str:
-    """A size as text, rounded up: so much is at least as much."""
+    """Formats a byte count like `size_text`, rounded up: that much memory is enough."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
             return f"{math.ceil(100 * nbytes / size) / 100:.2f} {unit}"
@@ -86,11 +87,10 @@ _UNITS = {
 
 
 def size_bytes(name: str, size: int | str | None, *, least: int = 0) -> int | None:
-    """Bytes from a number or a text such as ``20 GiB`` or ``1.5 GB``.
+    """Converts a number of bytes, or a string such as ``20 GiB`` or ``1.5 GB``, to bytes.
 
     Raises:
-        PlanError: it is no size, a text without a unit, or neither 0 nor at least `least` bytes; the message names
-            `name`.
+        PlanError: not a size, a string without a unit, or between 0 and `least` bytes; the message names `name`.
     """
     if size is None or is_whole(size, least=least) or (is_whole(size, least=0) and not size):
         return size  # type: ignore[return-value]
@@ -98,36 +98,36 @@ def size_bytes(name: str, size: int | str | None, *, least: int = 0) -> int | No
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.ASCII | re.I) if isinstance(text, str) else None
     scale = None if match is None else _UNITS.get(match[2].lower() or "b")
     if match is None or scale is None or not float(match[1]) * scale < math.inf:
-        raise PlanError(f"{name}={size!r}: expected bytes, or a text such as '20 GiB' or '512 MiB'")
+        raise PlanError(f"{name}={size!r}: expected bytes, or a string such as '20 GiB' or '512 MiB'")
     nbytes = int(match[1]) * scale if match[1].isdecimal() else int(float(match[1]) * scale)
     if float(match[1]) and (text is not size or not match[2]):
-        raise PlanError(f"{name}={size!r} has no unit: {match[1]} GiB is written '{match[1]} GiB'")
+        raise PlanError(f"{name}={size!r} has no unit: write '{match[1]} GiB', for example")
     if 0 < nbytes < least:
         raise PlanError(f"{name}={size!r}: expected at least {size_text(least)}")
     return nbytes
 
 
 def _folder(disk: Any) -> str | None:
-    """The folder that `disk` names, with the user's home for ``~``. Raises PlanError if it can be none."""
+    """The folder that `disk` names, with ``~`` expanded. Raises PlanError if it is not a usable path."""
     if disk is not None and (not isinstance(disk, str) or not disk or "\0" in disk):
         raise PlanError(f"disk={disk!r}: expected a folder, or None")
     return None if disk is None else os.path.expanduser(disk)
 
 
 def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
-    """A path as text; what is no path is returned unchanged, and `Plan` refuses it.
+    """Converts a path to a string; returns anything else unchanged, for `Plan` to refuse.
 
     Raises:
-        ConfigError: a path that does not say which; the message names it `name`.
+        ConfigError: the path's ``__fspath__`` fails; the message names `name`.
     """
     try:
         return os.fspath(path) if isinstance(path, os.PathLike) else path
     except Exception as error:
-        raise ConfigError(f"{name}={path!r}: its __fspath__ gives no path: {error}; give a text") from error
+        raise ConfigError(f"{name}={path!r}: its __fspath__ failed: {error}; pass a string") from error
 
 
 def _check_state(plan: "Plan | AutoPlan") -> None:
-    """Checks how state is kept, and makes `disk` a text. Raises PlanError."""
+    """Checks `master`, `moments`, `verify` and `disk`, and expands the path of `disk`. Raises PlanError."""
     for name, known in (("master", get_args(Master)), ("moments", get_args(Moments))):
         if getattr(plan, name) not in known:
             raise PlanError(f"{name}={getattr(plan, name)!r}: expected one of {', '.join(map(repr, known))}")
@@ -135,11 +135,11 @@ def _check_state(plan: "Plan | AutoPlan") -> None:
         raise PlanError(f"verify={plan.verify!r}: expected True or False")
     object.__setattr__(plan, "disk", _folder(plan.disk))
     if plan.verify and plan.disk is None:
-        raise PlanError("verify=True means nothing without disk=, the folder of what is on disk")
+        raise PlanError("verify=True has no effect without disk=, the folder for chunks on disk")
 
 
 def _names(name: str, given: Any) -> tuple[str, ...]:
-    """Names as a tuple. Raises PlanError for anything else."""
+    """Converts a list of names to a tuple. Raises PlanError for anything else."""
     if not isinstance(given, (tuple, list)) or not given or not all(isinstance(one, str) for one in given):
         raise PlanError(f"{name}={given!r}: expected names of parameters, such as ('layers.*.weight',), or None")
     return tuple(given)
@@ -165,16 +165,16 @@ class Plan:
     """How `wrap` stores and moves a model. Build one with a preset, or field by field.
 
     A plan gives the number of chunks in each tier. If it gives bytes instead, or leaves a number open, `wrap` computes
-    the numbers for the model (`resolve.resolve_counts`); `em.inspect(model).plan` shows them.
+    the numbers for the model (`resolve_counts`); `em.inspect(model).plan` shows them.
     """
 
     scatter: bool
-    """S_FLAG: scatter every chunk over its process group; False keeps every chunk whole on every rank."""
+    """S_FLAG: shard every chunk over its process group; False keeps every chunk whole on every rank."""
     offloaded: bool
     """O_FLAG: chunks live in host memory."""
     rcache_blocks: int | Literal["all"] | None = None
-    """C_SIZE: blocks of the rCache, for weights and gradients; "all" keeps all weights gathered. None takes as many as
-    fit in `rcache_bytes`; without `rcache_bytes`, the fewest a step needs plus `prefetch`."""
+    """C_SIZE: blocks of the rCache, for weights and gradients; "all" keeps all weights gathered. None uses as many as
+    fit in `rcache_bytes`; without `rcache_bytes`, the fewest that a step needs plus `prefetch`."""
     rcache_bytes: int | None = None
     """Device memory for blocks, in bytes; an alternative to `rcache_blocks`."""
     device_chunks: int = 0
@@ -183,49 +183,49 @@ class Plan:
     """Device memory for the state of such chunks, in bytes; an alternative to `device_chunks`: as many as fit."""
     disk_chunks: int | None = 0
     """With `offloaded`: number of chunks whose master shards and moments are on disk, the last ones before those on the
-    device: the later a chunk is used, the more of its update can be hidden. None puts on disk what does not fit in
-    `host_bytes`; without `host_bytes`, in free host memory."""
+    device: the later a chunk is used, the more of its update overlaps with compute. None puts on disk the chunks that
+    do not fit in `host_bytes`; without `host_bytes`, in free host memory."""
     host_bytes: int | None = None
     """Host memory for state, in bytes; an alternative to `disk_chunks`."""
     values_on_disk: bool = False
-    """Chunks on disk have their compute shards there too, and an fp32 sum of their gradients: in host memory they then
-    have only buffers that all of them share. Gathers read the disk, and gradients are written to it."""
+    """The compute shards of chunks on disk, and an fp32 sum of their gradients, are on disk too: in host memory these
+    chunks need only buffers that all of them share. Gathers read from disk, and gradients are written to it."""
     disk: str | None = None
     """Folder in which each rank creates the file for its chunks on disk; nothing remains in it afterwards."""
     verify: bool = False
     """Keep checksums of everything written to disk, and compare them on every read."""
     shared_frozen: bool = False
-    """Frozen chunks at home in host memory lie once in memory that all ranks of a host map, and a gather of one is a
-    copy from there and no collective. It is for chunks whose ranks are all on one host; others are scattered as ever
-    (`em.inspect` says which). After `wrap`, their weights cannot be written but by `em.load`."""
+    """Frozen chunks in host memory are stored once, in memory that all ranks of a host map, and gathered by a copy from
+    there instead of a collective. Applies to chunks whose ranks are all on one host; others are sharded as usual
+    (`em.inspect` lists both). After `wrap`, only `em.load` can write these weights."""
     chunk_numel: int | None = None
-    """Chunk length C in elements; None takes `best_chunk_numel`, the smallest length with little waste."""
+    """Chunk length C in elements; None uses `best_chunk_numel`, the smallest length with little waste."""
     whole_layers: bool = True
-    """A layer is gathered as a whole: chunks begin where repeated modules begin, where that wastes little, and what
+    """Gather a layer as a whole: chunks begin where repeated modules begin, where that wastes little, and a region that
     backward recomputes is one unit. False fills chunks one after the other and gathers as little at once as their
-    borders allow: a step may need a block less, and the host has several times as much to do."""
+    borders allow: a step may need one block less, and the host has several times as much work."""
     prefetch: int = LOOKAHEAD
     """Number of chunks gathered ahead of their use in the schedule, if blocks are free."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients of 16-bit parameters are summed over the ranks, or its name. None is fp32: each sum is
-    rounded once. Over NCCL gradients then take twice the bytes on the wire, and a staging buffer of four bytes an
-    element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, and rounds with every rank that
-    adds. Over gloo scattered chunks are sent in 16 bits and summed in fp32, whatever this says."""
+    """Dtype, or its name, in which gradients of 16-bit parameters are summed over the ranks. None is fp32: each sum is
+    rounded once. Over NCCL gradients then need twice the bytes on the wire, and a staging buffer of four bytes per
+    element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, but rounds after each rank's
+    addition. Over gloo, sharded chunks are always sent in 16 bits and summed in fp32."""
     host_checkpoints: int | Literal["all"] = 0
-    """Activation checkpoints in host memory: of how many checkpointed regions of a forward, the first ones, or "all".
-    Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
+    """Number of checkpointed regions, counted from the start of forward, whose inputs are kept in host memory, or
+    "all". Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
     master: Master = "fp32"
-    """How weights are kept for the update, of the parameters with narrow state. bf16: the compute shard is the master,
-    and is rounded stochastically. They must be computed in bf16."""
+    """Dtype of the master weights of the parameters with narrow state. With bf16 the compute shard is the master, and
+    is rounded stochastically; these parameters must be computed in bf16."""
     moments: Moments = "fp32"
-    """How Adam's moments are kept, of the same parameters: fp32, bf16, or int8, codes of 8 bits and a byte for each 256
-    elements; the narrow ones rounded stochastically."""
+    """Dtype of Adam's moments of the same parameters: fp32, bf16, or int8 (codes of 8 bits, and one byte per 256
+    elements). bf16 and int8 are rounded stochastically."""
     narrow_state: tuple[str, ...] | None = None
-    """Names of the parameters whose state is as `master` and `moments` say, with ``*`` as in `em.annotate`; all others
-    keep fp32. None: the matrices of repeated blocks, but no routers (`has_narrow_state`)."""
+    """Names of the parameters to which `master` and `moments` apply, with ``*`` as in `em.annotate`; all others keep
+    fp32 state. None selects the matrices of repeated blocks except routers (`has_narrow_state`)."""
     rounding_seed: int = 0
-    """Seed of stochastic rounding. Random bits follow from it, the parameter's name, its number of updates and the
-    element alone: equal seeds give equal weights under every plan and on any number of ranks."""
+    """Seed of stochastic rounding. The random bits depend only on the seed, the parameter's name, its number of updates
+    and the element: equal seeds give equal weights under every plan and on any number of ranks."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
@@ -243,27 +243,27 @@ class Plan:
         if self.narrow_state is not None:
             object.__setattr__(self, "narrow_state", _names("narrow_state", self.narrow_state))
         if self.narrow_state is not None and not self.precision.is_narrow:
-            raise PlanError("narrow_state means nothing with master='fp32' and moments='fp32': leave it out")
+            raise PlanError("narrow_state has no effect with master='fp32' and moments='fp32': leave it out")
         for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
-                    f"{name}={getattr(self, name)} needs offloaded=True: all chunks are on the device as it is"
+                    f"{name}={getattr(self, name)} needs offloaded=True: without it, all chunks are on the device"
                 )
         if self.shared_frozen and not (self.offloaded and self.scatter):
             raise PlanError(
-                "shared_frozen=True needs offloaded=True and scatter=True: it is for frozen chunks in host memory, of "
-                "which each rank would hold a part"
+                "shared_frozen=True needs offloaded=True and scatter=True: it applies to frozen chunks that are in "
+                "host memory and sharded over the ranks"
             )
         for size, count in (("rcache", "rcache_blocks"), ("device", "device_chunks"), ("host", "disk_chunks")):
             nbytes = getattr(self, f"{size}_bytes")
             if nbytes is not None and getattr(self, count) not in (0, None):
                 raise PlanError(f"{size}={size_text(nbytes)} and {count}={getattr(self, count)}: give one of them")
         if self.disk is None and (self.host_bytes is not None or self.disk_chunks is None):
-            raise PlanError("what does not fit in host memory goes to disk: say with disk= in which folder")
+            raise PlanError("chunks that do not fit in host memory go to disk: name a folder for them with disk=")
         if self.values_on_disk and self.disk_chunks == 0 and self.host_bytes is None:
-            raise PlanError("values_on_disk=True means nothing with disk_chunks=0: leave it out")
+            raise PlanError("values_on_disk=True has no effect with disk_chunks=0: leave it out")
         if self.disk is not None and self.disk_chunks == 0 and self.host_bytes is None:
-            raise PlanError(f"disk={self.disk!r} means nothing with disk_chunks=0: leave one of them out")
+            raise PlanError(f"disk={self.disk!r} has no effect with disk_chunks=0: leave one of them out")
 
     @classmethod
     def ddp(
@@ -317,8 +317,8 @@ class Plan:
         """Chunks scattered, gathered through the rCache: [True, False, C].
 
         Args:
-            rcache: device memory for gathered chunks, in bytes or as a text such as ``"4 GiB"``; by default the least
-                that a step needs, plus room to gather ahead.
+            rcache: device memory for gathered chunks, in bytes or as a string such as ``"4 GiB"``; by default the least
+                that a step needs, plus blocks to gather ahead.
             rcache_blocks: the same as a number of blocks.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
             reduce_dtype, host_checkpoints, master, moments: the fields of these names.
@@ -357,7 +357,7 @@ class Plan:
     ) -> Self:
         """Like `zero3`, with the state of chunks in host memory: [True, True, C].
 
-        Sizes are per rank, in bytes or as texts such as ``"20 GiB"``.
+        Sizes are per rank, in bytes or as strings such as ``"20 GiB"``.
 
         Args:
             device: device memory for state that stays on the device; by default none stays.
@@ -366,9 +366,9 @@ class Plan:
             disk: folder in which each rank creates the file for its chunks on disk, best on a fast local disk of each
                 host. Nothing remains in it afterwards.
             values_on_disk: put the weights that gathers read, and sums of gradients, on disk too: chunks on disk then
-                keep nothing in host memory. For models whose 16-bit weights alone exceed it.
+                keep nothing in host memory. Use it when the 16-bit weights by themselves exceed host memory.
             verify: keep checksums of everything written to disk, and compare them on every read.
-            shared_frozen: keep frozen weights once for all ranks of a host, and gather them without a collective: for
+            shared_frozen: store frozen weights once for all ranks of a host, and gather them without a collective: for
                 adapters on GPUs that cannot read each other's memory.
             rcache: device memory for gathered chunks, as in `zero3`.
             rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
@@ -417,12 +417,13 @@ class Plan:
             sample: a batch of this rank.
             hardware: the machine to plan for: the name of one that ships with the package, or a file; None measures
                 this machine and remembers the result.
-            budget: device memory of each rank for the library, activations and buffers, in bytes or as a text such as
-                ``"40 GiB"``; None takes all free memory. On CPUs, the rest of the rank's equal share of memory is the
+            budget: device memory of each rank for the library, activations and buffers, in bytes or as a string such as
+                ``"40 GiB"``; None uses all free memory. On CPUs, the rest of the rank's equal share of memory is the
                 host tier.
             accumulation: backwards per step; more than one needs fp32 sums of narrower gradients.
-            disk: folder for chunks on disk, used if host memory is too small; None allows none on disk. Values of
-                trainable chunks go there (`values_on_disk`) only where host memory is too small for them too.
+            disk: folder for chunks on disk, used if host memory is too small; None keeps all chunks off the disk. The
+                compute shards of trainable chunks go there (`values_on_disk`) only if host memory is too small for them
+                too.
             verify: as in `offload`.
             reduce_dtype, master, moments: the fields of these names; the search counts their bytes.
         """
@@ -440,7 +441,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """The fields that are not as they are by default."""
+        """Lists the fields that differ from their defaults."""
         shown = [(field.name, getattr(self, field.name)) for field in fields(self) if field.repr]
         default = {field.name: field.default for field in fields(self)}
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in shown if value != default[name])})"
@@ -453,14 +454,14 @@ class Plan:
         return json.dumps(data)
 
     def explain(self) -> str:
-        """A text on what each choice of the search saves; for a plan without a search, the plan itself."""
+        """Explains what each choice of the search saves; for a plan without a search, shows the plan itself."""
         return self.explanation or f"given, not searched for: {self}"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`. Raises PlanError for anything that is not a plan, and what the fields raise."""
+        """Reads a plan that `to_json` wrote. Raises PlanError for anything else, and for invalid fields."""
         if not isinstance(text, str):
-            raise PlanError(f"not a plan: text is a {type(text).__name__}, expected the str that to_json gives")
+            raise PlanError(f"not a plan: text is a {type(text).__name__}, expected the str that to_json returns")
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError: no JSON, or more digits than Python converts
@@ -480,7 +481,7 @@ class Plan:
         return self.place(build_layout(params, length, scatter=self.scatter, whole_layers=self.whole_layers))
 
     def place(self, layout: Layout) -> Layout:
-        """A copy of `layout` in which each chunk has the residence of its home."""
+        """Returns a copy of `layout` in which each chunk has the residence that its tier implies."""
         return layout.with_residence({c.index for c in layout.chunks if self.tier_of(layout, c) is Tier.DEVICE})
 
     @property
@@ -496,12 +497,12 @@ class Plan:
         return min(self.rcache_blocks, layout.most_blocks)
 
     def bounds(self, layout: Layout) -> tuple[int, int]:
-        """(first chunk on disk, first chunk on the device): those before, in order of first use, are in host memory."""
+        """(first chunk on disk, first chunk on the device), in order of first use; earlier ones are in host memory."""
         on_device = max(0, len(layout.chunks) - self.device_chunks) if self.offloaded else 0
         return max(0, on_device - (self.disk_chunks or 0)), on_device
 
     def shares(self, chunk: ChunkSpec, tier: Tier) -> bool:
-        """Whether the ranks of a chunk at home in `tier` share its memory, if they are on one host."""
+        """Whether the ranks of a chunk in `tier` share its memory, if they are on one host."""
         return self.shared_frozen and tier is Tier.HOST and not chunk.key.trainable and chunk.shards > 1
 
     @property
@@ -545,7 +546,7 @@ class AutoPlan:
                 f"hardware={self.hardware!r}: expected a machine's name, a file, or None to measure this one"
             )
         if self.budget_bytes == 0:
-            raise PlanError("budget=0: expected at least 1 byte, or None for what is free")
+            raise PlanError("budget=0: expected at least 1 byte, or None for all free memory")
         if not is_whole(self.accumulation, least=1):
             raise PlanError(
                 f"accumulation={self.accumulation!r}: expected the number of backwards in a step, at least 1"

@@ -1,28 +1,27 @@
-"""Where the gathered weights of a chunk are, and where its gradients are.
+"""The place of a chunk's gathered weights and of its gradients on the device.
 
-Owns `Residence`, which packing and the plan give to each chunk. Pure: the runtime reads it and never changes it.
+Owns `Residence`, which packing and the plan assign to each chunk. Pure: the runtime reads it and never changes it.
 """
 
 from enum import Enum
 
 
 class Residence(Enum):
-    """The memory that a chunk's gathered weights and gradients have on the device, beside the chunk's home."""
+    """The device memory for a chunk's gathered weights and gradients, in addition to its shard."""
 
     CACHED = "cached"
-    """Weights are in a block of the rCache while somebody uses them, and as long as nobody else wants the block. From
-    the first gradient to the reduction, gradients are in another block. Costs nothing of its own: the plan's blocks are
-    all there is."""
+    """Weights are in a block of the rCache while they are used, and until another chunk needs the block. From the first
+    gradient to the reduction, gradients are in another block. Costs no memory beyond the plan's blocks."""
     RESIDENT = "resident"
-    """Weights are in a block of the chunk's own, `nbytes` for good. Gradients have memory of their own, `nbytes` more,
-    from the first one to the reduction."""
+    """Weights are in a buffer of the chunk's own, which permanently takes `nbytes`. Gradients take `nbytes` more, from
+    the first one to the reduction."""
     IN_PLACE = "in place"
-    """Weights are the shard, which is the whole chunk on the device: no block. Gradients have memory of their own until
-    the reduction, and the reduced gradient overwrites the weights when nobody holds them; a few chunks at once are on
-    their way (`GRADIENTS_ON_THEIR_WAY`)."""
+    """Weights are the shard, which is the whole chunk on the device: no block. Gradients have their own memory until
+    the reduction, and the reduced gradient overwrites the weights once nothing holds them. A few chunks do this at once
+    (`GRADIENTS_ON_THEIR_WAY`)."""
     ATTACHED = "attached"
-    """Weights are the shard, which is the whole chunk on the device, and parameters view it for good: no block. No
-    gradient overwrites it: a frozen chunk has none, and an fp32 one sums them in the memory beside its master."""
+    """Weights are the shard, which is the whole chunk on the device, and parameters view it permanently: no block. No
+    gradient overwrites it: a frozen chunk has none, and an fp32 chunk sums them in its second shard."""
 
     @property
     def in_shard(self) -> bool:
@@ -31,4 +30,4 @@ class Residence(Enum):
 
 
 CACHED, RESIDENT, IN_PLACE, ATTACHED = Residence
-"""The members as globals: looking a member up in its class is slow, and they are read all the time."""
+"""The members as globals: a lookup in the class is slow, and they are read very often."""

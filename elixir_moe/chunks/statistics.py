@@ -1,7 +1,7 @@
 """Counters of data movement.
 
-Owns the counters of a run. Collectives count the bytes of the full chunk, as in the papers: an all-gather or a
-reduce-scatter of M parameters counts L_c * M, an all-reduce twice that.
+Owns the counters of a run; never moves data. Collectives count the bytes of the full chunk, as in the papers: an
+all-gather or a reduce-scatter of M parameters counts L_c * M, an all-reduce twice that.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ class Statistics:
     cache: CacheCounts = field(default_factory=CacheCounts)
     """Hits, misses, evictions and prefetches of the rCache."""
     bytes_fetched: Counter[str] = field(default_factory=Counter)
-    """By tier of the compute shard (`host` for trainable chunks on disk): bytes of shards copied to blocks."""
+    """{tier of the compute shard: bytes of shards copied to blocks}; trainable chunks on disk count as `host`."""
     bytes_offloaded: Counter[str] = field(default_factory=Counter)
-    """By tier of the compute shard: bytes of gradient shards copied there."""
+    """{tier of the compute shard: bytes of gradient shards copied there}."""
     collective_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (chunk group's label, collective). The bytes of a process group are the sum over its chunk groups."""
+    """{(chunk group's label, collective): bytes}. A process group's bytes are the sum over its chunk groups."""
     blocks_replaced: int = 0
-    """Blocks allocated in place of one that a reader still held, and extra memory for gradients without a block.
+    """Blocks allocated to replace one that a reader still held, and extra memory for gradients without a block.
     Expected to be 0."""
 
     def copy(self) -> Self:
@@ -44,7 +44,7 @@ class Statistics:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: collectives as {chunk group's label: {collective: bytes}}."""
+        """Returns plain data for JSON, with collectives as {chunk group's label: {collective: bytes}}."""
         by_label: dict[str, dict[str, int]] = {}
         for (label, collective), count in self.collective_bytes.items():
             by_label.setdefault(label, {})[collective] = count

@@ -593,8 +593,8 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
         held, freed = cost.activations(task.profile, task.imbalance), int(device / (cost.F_ALLOC * cost.F_FRAG)) + 2
         if freed <= held:
             change += (
-                f", or free {size_text_up(freed)} of the {size_text(held)} of activations by a smaller batch or shorter "
-                "sequences"
+                f", or free {size_text_up(freed)} of the {size_text(held)} of activations by a smaller batch or "
+                "shorter sequences"
             )
         answers.append((device, "memory of device and host" if one_memory else "device memory", change))
     start = f"no plan fits {task.gpus} x {task.hardware.name}:"
