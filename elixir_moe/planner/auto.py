@@ -1,7 +1,7 @@
 """`Plan.auto`: the best plan for a model on the present ranks.
 
-Owns the memory available to the plan, the search on one rank for all ranks that hold the model, and the same `Forecast`
-on each of them. Only one rank traces and searches, so rounding cannot give ranks different plans.
+Owns the memory available to the plan, the search on one rank for all ranks that hold the model, and the `Forecast` that
+they all get. Only one rank traces and searches, so rounding cannot give ranks different plans. Never wraps the model.
 """
 
 import socket
@@ -31,7 +31,7 @@ from elixir_moe.runtime.units import Parts, traced_forward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The user's request, and the facts that `wrap` adds to it."""
+    """The user's request, with the facts that `wrap` adds to it."""
 
     wanted: AutoPlan
     device: torch.device
@@ -41,12 +41,12 @@ class Request:
     moments: int
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
-    """Reductions run over gloo."""
+    """Whether reductions run over gloo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Memory of one rank available for training."""
+    """The memory of one rank that is available for training."""
 
     device_bytes: int
     host_bytes: int
@@ -74,13 +74,13 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
     """Finds the plan. Collective over the world.
 
     Returns:
-        (forecast, task, machine): the task on the rank that searched, else None; the machine as `describe` gives it if
-        it was measured, else None.
+        (forecast, task, machine): the task on the rank that searched, else None; the description of the machine
+        (`describe`) if it was measured, else None.
 
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy. On all ranks.
         ConfigError: the step cannot be traced, the hardware file lacks a figure, or the budget exceeds free memory.
-            Like any other failure, on all ranks, those of other pipeline stages included.
+            Like any other failure, it is raised on all ranks, other pipeline stages included.
     """
     everywhere = replicated_everywhere()
     machine = None
@@ -104,12 +104,12 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
         if dist.get_rank() != peers[0]:
             return None
         task = _task(model, request, hardware, memory)
-        shown = None if machine is None else remembered_fit(machine, task.profile.key)
-        tasks.append(task if shown is None else replace(task, hardware=replace(hardware, fitted=shown)))
+        fitted = None if machine is None else remembered_fit(machine, task.profile.key)
+        tasks.append(task if fitted is None else replace(task, hardware=replace(hardware, fitted=fitted)))
         return forecast_of(solve(tasks[0]))
 
     found = raise_on_all_ranks("searched for a plan", search)[peers[0]]
-    assert found is not None, "the first rank of those that hold the model has searched"
+    assert found is not None, "the first rank that holds the model has searched"
     found = replace(found, plan=replace(found.plan, reduce_dtype=wanted.reduce_dtype))
     if found.plan.disk_chunks:
         found = replace(found, plan=replace(found.plan, disk=wanted.disk, verify=wanted.verify))
@@ -117,7 +117,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 
 
 def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
-    """Bytes of device memory that a plan for each rank of the model may use, activations included. Collective."""
+    """Returns the device memory in bytes that a plan may use on each rank, activations included. Collective."""
     peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(wanted, device, 0))
     return made_on_all_ranks(
         "looked at the device's memory", lambda: _memory_budget(peers, wanted, device, left)
@@ -125,7 +125,7 @@ def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> i
 
 
 def groups_of(model: nn.Module) -> set[tuple[int, ...]]:
-    """The ranks of each replicate process group of the model."""
+    """Returns the ranks of each replicate process group of the model."""
     everywhere = replicated_everywhere()
     return {(pattern_of(p) or everywhere).replicate_ranks for p in model.parameters()}
 
@@ -137,10 +137,10 @@ def events_of(
     sample: Any,
     compute_dtype: torch.dtype | None,
 ) -> Sequence[StepEvent]:
-    """The events of ``step(model, sample)`` on the first rank of those that hold the model. Collective.
+    """Returns the events of ``step(model, sample)`` on the first rank that holds the model. Collective.
 
-    Parameters are numbered as in ``model.parameters()``. A step that cannot run on tensors without data is run on the
-    model itself, without its backward.
+    Parameters are numbered as in ``model.parameters()``. A step that cannot run on fake tensors is run on the model
+    itself, without its backward.
     """
     first, *_ = ranks_of(model, replicated_everywhere())
 
@@ -154,7 +154,7 @@ def events_of(
         return events if rank == first else None
 
     found = raise_on_all_ranks("ran the step that sample and step are", learn)[first]
-    assert found is not None, "the first rank has told its events"
+    assert found is not None, "the first rank has returned its events"
     return found
 
 
@@ -186,7 +186,7 @@ def _task(model: nn.Module, request: Request, hardware: Hardware, memory: Memory
 
 
 def forecast_of(candidate: PlanCandidate) -> Forecast:
-    """The forecast of a candidate."""
+    """Returns the forecast of a candidate."""
     task = candidate.task
     device, host = task.held_bytes(candidate.size)
     return Forecast(
@@ -202,7 +202,7 @@ def forecast_of(candidate: PlanCandidate) -> Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FreeMemory:
-    """One rank's free memory, as told to the others."""
+    """One rank's free memory, as sent to the others."""
 
     host: str
     device_bytes: int
@@ -227,8 +227,10 @@ def _free_memory(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _Fr
 def _memory_budget(
     peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_FreeMemory]
 ) -> MemoryBudget:
-    """The least memory of any rank that holds the model. Ranks of one host share its memory equally; without a GPU,
-    device and host share it too."""
+    """Returns the least memory of any rank that holds the model.
+
+    Ranks of one host share its memory equally; without a GPU, device and host share it too.
+    """
     cuda = device.type == "cuda"
     budgets = [theirs.budget_bytes for theirs in everyone]
     if (found := disagreement("the budget of Plan.auto", budgets)) is not None:
@@ -239,6 +241,6 @@ def _memory_budget(
     budget = most if wanted.budget_bytes is None else wanted.budget_bytes
     if budget > most:
         where = f"{device.type} memory for each of its ranks"
-        raise ConfigError(f"budget={budget}: there are {most} bytes of {where}; choose at most that, or None")
+        raise ConfigError(f"budget={budget}: only {most} bytes of {where} are free; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
     return MemoryBudget(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)

@@ -1,7 +1,7 @@
-"""The cost of a plan on a machine: bytes in every tier, and the seconds of a step.
+"""The cost of a plan on a machine: the traffic and the seconds of a step.
 
 Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy.
-Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes a parameter are ours.
+Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes per parameter are ours.
 
 A step of one rank::
 
@@ -37,7 +37,7 @@ class Seconds:
     compute: float
     """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
     fetch: float
-    """Host to device; or reads and writes of the disk beside compute, if they take longer."""
+    """Host to device; or the reads and writes of the disk that overlap with compute, if they take longer."""
     offload: float
     """Device to host."""
     collectives: float
@@ -49,7 +49,7 @@ class Seconds:
     disk_update: float
     """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
     units: float = 0.0
-    """Host time of units, beside `compute`."""
+    """Host time of units, in addition to `compute`."""
 
     @property
     def step(self) -> float:
@@ -65,11 +65,11 @@ class Traffic:
     fetched_bytes: int
     """Shards of chunks in host memory or on disk, copied to the device."""
     read_bytes: int
-    """The part of them that is read from disk: values on disk."""
+    """The part of `fetched_bytes` that is read from disk: values on disk."""
     offloaded_bytes: int
     """Gradient shards copied to the host."""
     summed_bytes: int
-    """fp32 sums of gradients that each backward writes to disk, and reads before from the second on."""
+    """fp32 sums of gradients that each backward writes to disk; from the second backward on, they are read first."""
     kept_bytes: int
     """Inputs of checkpointed regions copied to the host, and back."""
     device_numel: int
@@ -77,7 +77,7 @@ class Traffic:
     host_numel: int
     """Elements updated in host memory."""
     narrow_numel: tuple[int, int]
-    """Those of them, on the device and in host memory, whose master or moments have fewer bytes than fp32."""
+    """(elements updated on the device, in host memory) whose master or moments have fewer bytes than fp32."""
     disk_numel: int
     """Elements updated on disk."""
     disk_read_bytes: int
@@ -93,12 +93,12 @@ class Traffic:
 
 
 def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
-    """U_allowed (v2, A.1): device memory left for the library, in bytes."""
+    """Returns U_allowed (v2, A.1): device memory left for the library, in bytes."""
     return int(F_ALLOC * (capacity_bytes - profile.buffer_bytes - F_FRAG * activations(profile, 1.0)))
 
 
 def activations(profile: Profile, imbalance: float) -> int:
-    """Peak bytes of activations if the busiest rank gets `imbalance` times its even share of routed rows."""
+    """Returns the peak bytes of activations if the busiest rank gets `imbalance` times its even share of rows."""
     return profile.activation_bytes + int((imbalance - 1) * max((e.row_bytes for e in profile.exchanges), default=0))
 
 
@@ -113,7 +113,7 @@ def traffic(
     units: int = 0,
     accumulation: int = 1,
 ) -> Traffic:
-    """The traffic of one step.
+    """Counts the traffic of one step.
 
     Args:
         plan: the plan.
@@ -123,10 +123,10 @@ def traffic(
         over_gloo: whether reductions run over gloo.
         kept_bytes: inputs of checkpointed regions in host memory.
         units: the number of units.
-        accumulation: the backwards of a step, each of which reduces all gradients.
+        accumulation: backwards per step; each reduces all gradients.
     """
     own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
-    gathers = Counter([*loads, *own])  # those with memory of their own once, and none of the frozen ones
+    gathers = Counter([*loads, *own])  # chunks with their own memory are gathered once, frozen ones among them never
     bounds = plan.bounds(layout)
     at: dict[Tier, list[ChunkSpec]] = {tier: [] for tier in Tier}
     for chunk in layout.chunks:
@@ -183,7 +183,7 @@ def traffic(
 def seconds(
     profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
 ) -> Seconds:
-    """The time of a step of `accumulation` backwards on `gpus` GPUs, of which `moved` is the traffic."""
+    """Returns the time of a step with `accumulation` backwards and the traffic `moved` on `gpus` GPUs."""
     links, fitted = hardware.links(gpus), hardware.fitted
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
@@ -195,9 +195,9 @@ def seconds(
     factors = hardware.narrow_update_on_device, hardware.narrow_update
     on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
     update = moved.disk_read_bytes, moved.disk_written_bytes
-    read_again = (accumulation - 1) * moved.summed_bytes
-    beside = moved.read_bytes + read_again, accumulation * moved.summed_bytes
-    disk, disk_beside = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, beside))
+    sums_read = (accumulation - 1) * moved.summed_bytes
+    in_backward = moved.read_bytes + sums_read, accumulation * moved.summed_bytes
+    disk, overlapped = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, in_backward))
     return Seconds(
         compute=accumulation
         * (
@@ -206,7 +206,7 @@ def seconds(
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
         ),
-        fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), disk_beside),
+        fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), overlapped),
         offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
@@ -218,10 +218,10 @@ def seconds(
 
 
 def tflops_per_gpu(profile: Profile, step_seconds: float, accumulation: int = 1) -> float:
-    """The paper's throughput of one GPU, 8·M·D operations a backward, in 1e12 a second (v2, 6.1)."""
+    """Returns the paper's throughput of one GPU in 1e12 operations a second: 8·M·D per backward (v2, 6.1)."""
     return 8 * profile.parameters * profile.tokens * accumulation / step_seconds / 1e12
 
 
 def device_peak(profile: Profile, library_bytes: int, imbalance: float) -> int:
-    """Peak bytes of a device: the library's memory, buffers and activations."""
+    """Returns the peak bytes of a device: the library's memory, buffers and activations."""
     return library_bytes + profile.buffer_bytes + activations(profile, imbalance)

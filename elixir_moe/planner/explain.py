@@ -1,6 +1,6 @@
 """Explains a plan in words and numbers that a person can check.
 
-Owns the text. Computes only the saving of each choice: the step without that choice, priced like the plan itself.
+Owns the wording; never searches. Computes the saving of each choice by pricing the plan without it.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ from elixir_moe.planner.solve import PlanCandidate, price
 
 
 def explained(candidate: PlanCandidate) -> Plan:
-    """The plan of a candidate, with its explanation."""
+    """Returns the plan of a candidate, with its explanation."""
     return replace(candidate.plan, explanation=explain(candidate))
 
 
 def explain(candidate: PlanCandidate) -> str:
-    """The plan, its memory and time on one rank, and the time that each choice saves."""
+    """Describes the plan, its memory and time on one rank, and the time that each choice saves."""
     task, plan, layout, size, seconds = (
         candidate.task,
         candidate.plan,

@@ -1,11 +1,11 @@
-"""The speed of a machine: figures from a file that ships with the package or that the user gives.
+"""The speed of a machine: figures from a file that ships with the package or that the user provides.
 
-Owns `Hardware`, the format of its files and the messages about them. Measures nothing itself (`measure` does).
-Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes a second, of n GPUs together.
+Owns `Hardware`, the format of its files and the messages about them. Never measures, which `measure` does.
+Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes per second, for n GPUs together.
 
 Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `one_memory`;
-`unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give for single process groups what `by_gpus`
-gives by number of ranks; `origins`; and `mean_error`.
+`unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give the figures of single process groups where
+`by_gpus` gives those of a number of ranks; `origins`; and `mean_error`.
 """
 
 import json
@@ -21,16 +21,16 @@ from elixir_moe.records import ABOVE_0, Check, at_least, build
 
 _GIGA = 1e9
 ORIGINS = ("measured", "data sheet", "assumed", "given")
-"""Where a figure may come from; "given" is what the user says of the machine."""
+"""The origins of a figure; "given" figures come from the user."""
 NARROW_UPDATE = 1.2
-"""`Hardware.narrow_update` where nobody has measured it, for a bf16 master and moments of 8 bits: arithmetic bounds it,
-and memory bounds an update in fp32."""
+"""`Hardware.narrow_update` if it was not measured, for a bf16 master and moments of 8 bits: arithmetic bounds it, while
+memory bounds an update in fp32."""
 NARROW_UPDATE_ON_DEVICE = 44.0
-"""`Hardware.narrow_update_on_device` where nobody has measured it: by the bytes that torch's operators move."""
+"""`Hardware.narrow_update_on_device` if it was not measured: from the bytes that torch's operators move."""
 _Origin = Annotated[str, Check(f"one of {', '.join(ORIGINS)}", ORIGINS.__contains__)]
 _Name = Annotated[str, Check("the name of a figure", lambda name: name in _figures())]
 _Speed = Annotated[float, ABOVE_0]
-_Bytes = Check(f"bytes (64 GiB are {64 * 2**30})", lambda n: 2**20 <= n < 2**62)  # fewer are of another unit
+_Bytes = Check(f"bytes (64 GiB are {64 * 2**30})", lambda n: 2**20 <= n < 2**62)  # a smaller number is in another unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +38,15 @@ class Links:
     """The combined speed of n GPUs that work at the same time."""
 
     b_c2g: _Speed
-    """Host to device, 1e9 bytes a second."""
+    """Host to device, in 1e9 bytes per second."""
     b_g2c: _Speed
-    """Device to host, 1e9 bytes a second."""
+    """Device to host, in 1e9 bytes per second."""
     v_g: _Speed
-    """Adam on the devices, 1e9 parameters a second."""
+    """Adam on the devices, in 1e9 parameters per second."""
     v_c: _Speed
-    """Adam on the host, 1e9 parameters a second."""
+    """Adam on the host, in 1e9 parameters per second."""
     b_g2g: Annotated[float | None, ABOVE_0] = None
-    """Between devices, 1e9 bytes a second; None for one GPU."""
+    """Between devices, in 1e9 bytes per second; None for one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +58,21 @@ class Wire:
     latency_us: _Speed
     """Fixed time of a collective, in microseconds."""
     bandwidth: _Speed
-    """Bandwidth beyond that, in 1e9 bytes of gathered chunks a second."""
+    """Bandwidth beyond that, in 1e9 bytes of gathered chunks per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """Four constants that no data sheet gives, fitted to a machine, or corrected by the steps of one model on it."""
+    """Four constants that no data sheet lists, fitted to a machine, or corrected by the steps of one model on it."""
 
     device_efficiency: _Speed
-    """Fraction of the device's peaks, for matrix products and memory traffic alike, that kernels reach."""
+    """Fraction of the device's peaks that kernels reach, for matrix products and memory traffic alike."""
     exposed_collectives: _Speed
     """Fraction of the time of gathers and reductions that compute does not hide."""
     host_update_slowdown: _Speed
-    """Time of an update in host memory within a step, relative to Adam alone: unscaling, casts, page faults."""
+    """Time of an update in host memory within a step, relative to Adam by itself: unscaling, casts, page faults."""
     overhead_ns_per_parameter: _Speed
-    """Nanoseconds a step takes per gathered parameter, whatever the batch: launches, hooks, copies."""
+    """Nanoseconds of a step per gathered parameter, for any batch: launches, hooks, copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,45 +86,45 @@ class Hardware:
     """Host memory of one node."""
     gpus_per_node: Annotated[int, at_least(1)]
     peak_tflops: _Speed
-    """Peak of matrix products of one GPU in the compute dtype, by its data sheet, in 1e12 operations a second."""
+    """Peak of one GPU's matrix products in the compute dtype, by its data sheet, in 1e12 operations per second."""
     memory_bandwidth: _Speed
-    """Bandwidth of device memory of one GPU, by its data sheet, in 1e9 bytes a second."""
+    """Bandwidth of device memory of one GPU, by its data sheet, in 1e9 bytes per second."""
     fitted: Fitted
     by_gpus: Annotated[dict[Annotated[int, at_least(1)], Links], Check("figures for one number of GPUs or more", bool)]
-    """By number of GPUs."""
+    """{number of GPUs: their combined speed}."""
     node_bandwidth: Annotated[float | None, ABOVE_0] = None
-    """Bandwidth of a node's network, each way, in 1e9 bytes a second; None if there is one node."""
+    """Bandwidth of a node's network, each way, in 1e9 bytes per second; None if there is one node."""
     disk_bytes: Annotated[int | None, _Bytes] = None
     """Bytes for shards on a node's disks; None if there are none."""
     disk_read: Annotated[float | None, ABOVE_0] = None
-    """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes a second; None if unknown."""
+    """Bandwidth of a node's disks, like `disk_write` in 1e9 bytes per second; None if unknown."""
     disk_write: Annotated[float | None, ABOVE_0] = None
     peer_to_peer: bool = True
-    """GPUs of a node reach each other's memory. Without it, what they gather and reduce crosses the host link both
-    ways, beside what is fetched and offloaded."""
+    """Whether the GPUs of a node reach each other's memory. If not, gathers and reductions cross the host link both
+    ways, in addition to fetches and offloads."""
     one_memory: bool = False
-    """GPU and host have the same memory, so that `gpu_bytes` of each GPU of a node are its `cpu_bytes`. There is
-    nothing to offload to but a disk."""
+    """Whether GPU and host share one memory, so that the `gpu_bytes` of a node's GPUs add up to its `cpu_bytes`. State
+    can then be offloaded only to a disk."""
     unit_us: _Speed = 60.0
     """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
     narrow_update: _Speed = NARROW_UPDATE
-    """Time of an update whose master or moments have fewer bytes than fp32, over one in fp32, on the host."""
+    """Time of an update on the host whose master or moments have fewer bytes than fp32, relative to one in fp32."""
     narrow_update_on_device: _Speed = NARROW_UPDATE_ON_DEVICE
-    """The same on the device, where it is made of torch's operators, unless the device is the CPU."""
+    """`narrow_update` on the device, where the update is made of torch's operators, unless the device is the CPU."""
     wires: tuple[Wire, ...] = ()
     """Process groups that were measured."""
     origins: Mapping[_Name, _Origin] = field(default_factory=dict)
-    """{name of a figure: one of `ORIGINS`}; of a figure that is not listed it is unknown."""
+    """{name of a figure: one of `ORIGINS`}; unknown for figures that are not listed."""
     mean_error: Annotated[float | None, ABOVE_0] = None
-    """Mean relative error of predicted steps, on steps measured on this machine; None if none was measured."""
+    """Mean relative error of predicted steps against steps measured on this machine; None if none was measured."""
 
     def of_origin(self, origin: str) -> list[str]:
-        """The names of the figures that come from there."""
+        """Returns the names of the figures with this origin."""
         return [name for name, found in self.origins.items() if found == origin]
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A machine that ships with the package, or the one in the file at that path.
+        """Returns a machine that ships with the package, or the one in the file at this path.
 
         Raises:
             ConfigError: neither exists (the nearest name is suggested), or the file is invalid.
@@ -143,7 +143,7 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
-        """The machine in the JSON of a hardware file.
+        """Reads a machine from the JSON of a hardware file.
 
         Raises:
             ConfigError: figures are missing, unknown or out of range; the message names all of them.
@@ -166,8 +166,8 @@ class Hardware:
             raise ConfigError(f"hardware {name!r}: {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} missing")
         if found.node_bandwidth is None and max(found.by_gpus) > found.gpus_per_node:
             raise ConfigError(
-                f"hardware {name!r}: by_gpus has figures for {max(found.by_gpus)} GPUs, and gpus_per_node is "
-                f"{found.gpus_per_node}: raise that, or give node_bandwidth"
+                f"hardware {name!r}: by_gpus has figures for {max(found.by_gpus)} GPUs, but gpus_per_node is "
+                f"{found.gpus_per_node}: raise gpus_per_node, or give node_bandwidth"
             )
         if found.one_memory and found.cpu_bytes != found.gpus_per_node * found.gpu_bytes:
             raise ConfigError(
@@ -177,7 +177,7 @@ class Hardware:
         return replace(found, by_gpus=dict(sorted(found.by_gpus.items())))
 
     def to_json(self) -> str:
-        """The inverse of `parse`."""
+        """Writes the machine as JSON that `parse` reads."""
         figures = {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
         for links in figures["by_gpus"].values():
             if links["b_g2g"] is None:
@@ -185,12 +185,12 @@ class Hardware:
         return json.dumps(figures, indent=2)
 
     def links(self, gpus: int) -> Links:
-        """The figures for `gpus` GPUs: from the file, or interpolated linearly between two of the file.
+        """Returns the figures for `gpus` GPUs: from the file, or interpolated linearly between two entries of it.
 
         Figures of n whole nodes are n times those of one node; traffic between nodes is left to `node_bandwidth`.
 
         Raises:
-            ConfigError: the file has no figures for that many.
+            ConfigError: the file has no figures for this number of GPUs.
         """
         if gpus in self.by_gpus:
             return self.by_gpus[gpus]
@@ -219,21 +219,21 @@ class Hardware:
         )
 
     def _of_nodes(self) -> str:
-        """What a larger number of GPUs needs."""
+        """The end of a message about a number of GPUs that is too large for the file."""
         if self.node_bandwidth is not None:
             return f" and for whole nodes, multiples of {self.gpus_per_node}"
         return "; more nodes need node_bandwidth, which --gpu has for the GPUs of data centers"
 
     def host_bytes_per_rank(self, gpus: int) -> int:
-        """Host memory of each of `gpus` ranks: a node's, divided among the ranks on it."""
+        """Host memory of each of `gpus` ranks: the memory of a node, divided among the ranks on it."""
         return self.cpu_bytes // min(gpus, self.gpus_per_node)
 
     def disk_bytes_per_rank(self, gpus: int) -> int:
-        """Disk space of each of `gpus` ranks: a node's, divided among the ranks on it."""
+        """Disk space of each of `gpus` ranks: the space of a node, divided among the ranks on it."""
         return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
 
     def disk_seconds(self, read: int, written: int, gpus: int) -> float:
-        """Time for each of `gpus` ranks to read so many bytes from its node's disks, and to write so many.
+        """Time for each of `gpus` ranks to read `read` bytes from its node's disks, and to write `written` bytes.
 
         Raises:
             ConfigError: the file has no speed of the disks.
@@ -247,7 +247,7 @@ class Hardware:
     def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
         """Time of all-gathers, or reduce-scatters, of chunks over one process group.
 
-        Between nodes, data goes around a ring on which each node forwards all but its own part; the process groups of
+        Between nodes, data moves around a ring on which each node forwards all but its own part; the process groups of
         the node's other ranks share the network.
 
         Args:
@@ -272,10 +272,10 @@ class Hardware:
         within = across = 0.0
         if members > 1:
             bandwidth = self.links(members).b_g2g
-            assert bandwidth is not None, "links() has b_g2g for every number but 1, up to a node's"
+            assert bandwidth is not None, "links() has b_g2g for every number of GPUs from 2 to a node's"
             within = nbytes * (members - 1) / (bandwidth * _GIGA)
         if nodes > 1:
-            assert self.node_bandwidth is not None, "one node otherwise"
+            assert self.node_bandwidth is not None, "without it there is one node"
             alike = self.gpus_per_node / members
             across = node_bytes * (nodes - 1) / nodes * alike / (self.node_bandwidth * _GIGA)
         return max(within, across)
@@ -290,13 +290,13 @@ def _figures() -> set[str]:
 
 
 def _without_notes(data: Any) -> Any:
-    """Plain data without keys that begin with an underscore."""
+    """Returns plain data without keys that begin with an underscore."""
     if not isinstance(data, dict):
         return data
     return {key: _without_notes(value) for key, value in data.items() if not key.startswith("_")}
 
 
 def _number(text: str) -> int | float:
-    """A number of JSON with a point or an exponent: a whole one if it is one, as 64e9 bytes are."""
+    """Converts a JSON number with a point or an exponent; to an int if it is whole, like 64e9."""
     number = float(text)
     return int(number) if number.is_integer() else number

@@ -1,11 +1,11 @@
 """Measures the speed of this machine and keeps the figures for the next run.
 
-Owns the measurements and the cache file. All ranks measure at the same time, as they will work at the same time:
-bandwidths are those of all ranks together. The runtime's own collectives and its own Adam are timed.
+Owns the measurements and the cache file. Never chooses a plan. All ranks measure at the same time, as they will work at
+the same time: bandwidths are those of all ranks together. Times the runtime's own collectives and Adam.
 Source: Elixir v2, section 3 (hardware profiler).
 
 The cache is in ``$XDG_CACHE_HOME/elixir-moe`` (``~/.cache`` by default), with one file per description of a machine:
-processor, GPUs, ranks, threads, dtype, torch version (`describe`). A file for another machine or of another format is
+processor, GPUs, ranks, threads, dtype, torch version (`describe`). A file for another machine or in another format is
 ignored with a warning, and the machine is measured again.
 """
 
@@ -69,30 +69,30 @@ _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor."""
 _HOST_ADAM_NUMEL = 1 << 26
-"""Elements of an update on the host beside a GPU: 1 GB of state, so that pages and caches are those of a step."""
+"""Elements of an update on the host of a GPU: 1 GB of state, so that pages and caches behave as in a step."""
 _ADAM_STATE_BYTES = 14
-"""Bytes of an element of that update: an fp32 master and moments, and a gradient in bf16."""
+"""Bytes per element of that update: an fp32 master and moments, and a gradient in bf16."""
 _WARM_SECONDS = 0.05
-"""Updates run that long before one is timed: a core that has rested runs at a lower clock at first."""
+"""Updates run for this time before one is measured: an idle core starts at a lower clock."""
 _MATRIX = 512
 """Side of the multiplied matrices on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
-"""Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need more to reach speed."""
+"""Bytes of a timed gather and reduction on a CPU; sixteen times that on a GPU, whose links need larger transfers."""
 _DISK_BYTES = 1 << 25
 _CHECKED_DISK_BYTES = 1 << 29
-"""Bytes of the disk that `measured_again` writes and reads: more than a disk takes into its own memory at once."""
+"""Bytes on disk that `measured_again` writes and reads: more than a disk's own memory caches."""
 _UNITS = 16
 """Units of the model on which the host time of one is measured."""
 _REPEATS = 3
-"""Timed spans, of which the fastest counts: slower ones were disturbed."""
+"""Timed spans; the fastest counts, since slower ones were disturbed."""
 _SPAN_SECONDS = {"cpu": 0.01, "cuda": 0.1}
-"""The least length of a span: a GPU that has rested runs at a lower clock at first."""
+"""The least duration of a span: an idle GPU starts at a lower clock."""
 _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
-"""Start values: measured speeds are already those that kernels reach; real steps correct the rest."""
+"""Initial values: measured speeds are already those of real kernels; real steps correct the rest."""
 _VOCABULARY, _LENGTH, _WIDTH, _ROWS = 256, 128, 128, 8
-"""The model whose step is timed on a CPU has layers of the size that people train there."""
+"""Sizes of the model whose step is timed on a CPU, typical for training there."""
 _ADAM: AdamSettings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
 _MEASURED = (
     "gpu_bytes",
@@ -114,12 +114,12 @@ _MEASURED = (
 
 
 def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
-    """The figures of this machine for the ranks of the world, measured unless an earlier run did. Collective.
+    """Returns the figures of this machine for the ranks of the world; measures what earlier runs did not. Collective.
 
     Args:
         machine: the description from `describe`.
         device: the device of forward.
-        wanted: ranks of the process groups to measure; those of this rank's parameters.
+        wanted: the ranks of each process group of this rank's parameters.
     """
     box = [_read(machine).get("hardware") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
@@ -134,13 +134,13 @@ def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterabl
 
 
 def measured_here(ranks: int) -> Hardware:
-    """The figures of this machine for that many ranks, which are started for it; reuses those of an earlier run.
+    """Returns the figures of this machine for `ranks` ranks, which it starts; reuses the figures of an earlier run.
 
     Raises:
         ConfigError: torch.distributed is already initialized, or there are fewer GPUs than ranks.
     """
     if dist.is_initialized():
-        raise ConfigError("ranks run already: --hardware here starts its own, call it without torchrun")
+        raise ConfigError("ranks are already running: --hardware here starts its own; call it without torchrun")
     if 0 < torch.cuda.device_count() < ranks:
         raise ConfigError(f"--hardware here: {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs")
     with tempfile.TemporaryDirectory() as folder:
@@ -151,9 +151,9 @@ def measured_here(ranks: int) -> Hardware:
 
 
 def measured_again(directory: str) -> tuple[Hardware, bool]:
-    """(figures of this machine as it is now, with the disk of a folder; whether requests reached the disk itself).
+    """Measures this machine with the disk of a folder; returns (figures, whether requests bypassed the page cache).
 
-    Later runs find the figures. Collective over the world, whose ranks are all on this host.
+    Stores the figures for later runs. Collective over the world, whose ranks are all on this host.
 
     Raises:
         TierError: rank 0 cannot write to the folder; on all ranks.
@@ -174,7 +174,7 @@ def measured_again(directory: str) -> tuple[Hardware, bool]:
 
 
 def _set_up_rank(rank: int, ranks: int) -> torch.device:
-    """The device of this rank of `ranks` on this host, which becomes the current one; sets the number of threads."""
+    """Selects and returns the device of this rank, and sets the number of threads for `ranks` ranks on this host."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -183,7 +183,7 @@ def _set_up_rank(rank: int, ranks: int) -> torch.device:
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    """bf16, or fp16 on a GPU that has no bf16 of its own, such as a T4."""
+    """Returns bf16, or fp16 on a GPU without native bf16, such as a T4."""
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if has_bf16 else torch.float16
 
@@ -202,7 +202,7 @@ def _measure_rank(rank: int, ranks: int, folder: str) -> None:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The properties that a machine's figures depend on."""
+    """Returns the properties on which a machine's figures depend."""
     cuda = device.type == "cuda"
     return {
         "processor": processor(),
@@ -218,29 +218,29 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def cache_path(machine: dict[str, Any]) -> Path:
-    """The cache file of a machine's figures."""
+    """Returns the cache file of a machine's figures."""
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / f"hardware-{key}.json"
 
 
 def cache_folder() -> Path:
-    """The folder of all figures that are kept."""
+    """Returns the folder of all cache files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elixir-moe"
 
 
 def keep(machine: dict[str, Any], hardware: Hardware) -> None:
-    """Writes the figures; if the folder cannot be written, warns, and the next run measures again."""
+    """Writes the figures to the cache. If that fails, warns, and the next run measures again."""
     _write(machine, {**_read(machine), "hardware": json.loads(hardware.to_json())})
 
 
 def remember_fit(machine: dict[str, Any], model: str, fitted: Fitted) -> None:
-    """Keeps the constants fitted to the real steps of a model; `model` is a `Profile.key`."""
+    """Stores the constants fitted to the real steps of a model; `model` is a `Profile.key`."""
     data = _read(machine)
     _write(machine, {**data, "fitted": {**data.get("fitted", {}), model: asdict(fitted)}})
 
 
 def remembered_fit(machine: dict[str, Any], model: str) -> Fitted | None:
-    """The constants that an earlier run of the same step fitted on this machine; None if there are none."""
+    """Returns the constants that an earlier run of the same step fitted on this machine; None if there are none."""
     found = _read(machine).get("fitted", {}).get(model)
     return None if found is None else Fitted(**found)
 
@@ -255,11 +255,11 @@ def _write(machine: dict[str, Any], data: dict[str, Any]) -> None:
             file.write(text)
         Path(file.name).replace(path)
     except OSError as error:
-        warnings.warn(f"what was measured could not be kept in {str(path)!r}: {error}", stacklevel=3)
+        warnings.warn(f"the measured figures could not be written to {str(path)!r}: {error}", stacklevel=3)
 
 
 def _read(machine: dict[str, Any]) -> dict[str, Any]:
-    """The cached data of exactly this machine; empty if there is none, or none that can be used."""
+    """Returns the cached data of exactly this machine; empty if there is none, or it cannot be used."""
     path = cache_path(machine)
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -272,7 +272,7 @@ def _read(machine: dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
-        warnings.warn(f"{str(path)!r} is ignored and the machine measured again: {error}", stacklevel=3)
+        warnings.warn(f"{str(path)!r} is ignored, and the machine is measured again: {error}", stacklevel=3)
         return {}
 
 
@@ -293,12 +293,12 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         _unit_seconds(device),
     )
     reached = 1.0 if cuda else _efficiency(device, getattr(torch, machine["dtype"]), *mine[:2])
-    told = (*mine, v_c / narrow_v_c, v_g / narrow_v_g, reached)
-    *columns, on_host, on_device, efficiency = zip(*gathered(told), strict=True)
+    sent = (*mine, v_c / narrow_v_c, v_g / narrow_v_g, reached)
+    *columns, on_host, on_device, efficiency = zip(*gathered(sent), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
-    within = _wire_of(neighbors, device)  # of all hosts at once
+    within = _wire_of(neighbors, device)  # on all hosts at once
     across = within if nodes == 1 else _wire_of(tuple(range(len(hosts))), device)
-    if (memory_bytes := host_bytes_left()) == sys.maxsize:  # nobody tells what is left
+    if (memory_bytes := host_bytes_left()) == sys.maxsize:  # the free memory is unknown
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda:  # a CPU is device and host: half of the memory counts as each
         memory_bytes //= 2
@@ -332,12 +332,12 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
 
 
 def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
-    """(hardware with the disk of a folder, this rank's share of the free bytes there). Collective over the world.
+    """Returns (hardware with the disk of a folder, this rank's share of its free bytes). Collective over the world.
 
     One rank of each host measures the disk; the result is used unless `hardware` has all figures of the disk.
 
     Raises:
-        TierError: some rank cannot write there; on all ranks.
+        TierError: a rank cannot write there; on all ranks.
     """
     rank, host = dist.get_rank(), socket.gethostname()
 
@@ -365,7 +365,7 @@ def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
 
 
 def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
-    """`hardware` with figures for the process groups that no earlier run measured."""
+    """Returns `hardware` with figures for the process groups that no earlier run measured."""
     known = {wire.ranks for wire in hardware.wires}
     everyone = gathered({ranks for ranks in wanted if len(ranks) > 1} - known)
     missing = sorted(set().union(*everyone))
@@ -378,8 +378,10 @@ def _with_wires(hardware: Hardware, device: torch.device, wanted: Iterable[tuple
 
 
 def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
-    """The measured speed of gathers and reductions over `ranks`; None on other ranks, and for a single rank.
-    Collective over the world."""
+    """Measures the speed of gathers and reductions over `ranks`. Collective over the world.
+
+    Returns None on other ranks, and for a single rank.
+    """
     inside = dist.get_rank() in ranks and len(ranks) > 1
     communicator = build_communicators([ranks] if inside else [], device).get(ranks)
     if communicator is None:
@@ -392,7 +394,7 @@ def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
 
 
 def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device) -> float:
-    """Seconds of one gather and one reduction of a chunk of `nbytes` bytes."""
+    """Times one gather and one reduction of a chunk of `nbytes` bytes."""
     numel = nbytes // 4 // communicator.size * communicator.size
     buffer = torch.rand(numel, device=device)
     staging = torch.empty_like(buffer if communicator.size > 2 else buffer[: numel // 2])
@@ -400,7 +402,7 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
     def both() -> None:
         communicator.all_gather(buffer, 0).wait()
         communicator.reduce_scatter(buffer, staging if communicator.over_gloo else None, lambda *_: None).wait()
-        _synchronize(device)  # a latency is measured, too
+        _synchronize(device)  # the latency is part of the measurement
 
     def mean(seconds: float) -> float:
         total = torch.full((communicator.size,), seconds, device=device)
@@ -411,14 +413,14 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Speed of square matrix products, in 1e12 operations a second."""
+    """Speed of square matrix products, in 1e12 operations per second."""
     side = _MATRIX * (8 if device.type == "cuda" else 1)
     a = torch.rand(side, side, device=device).to(dtype)
     return 2 * side**3 / _at_once(lambda: a @ a, device) / 1e12
 
 
 class _SmallMixture(nn.Module):
-    """Two transformer layers and a mixture of experts between an embedding and a head."""
+    """Two transformer layers, and a mixture of experts before the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +444,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _efficiency(device: torch.device, dtype: torch.dtype, tflops: float, bandwidth: float) -> float:
-    """The part of these two speeds that forward and backward of a small mixture reach while all ranks run them.
+    """Returns the fraction of these two speeds that a small mixture reaches in forward and backward on all ranks.
 
     A model's products are smaller than the one that is timed, and other operators compute more than a copy does.
     """
@@ -460,14 +462,14 @@ def _efficiency(device: torch.device, dtype: torch.dtype, tflops: float, bandwid
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bandwidth of device memory, reads plus writes, in 1e9 bytes a second."""
+    """Bandwidth of device memory, reads plus writes, in 1e9 bytes per second."""
     a = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
     return 2 * a.nbytes / _at_once(lambda: b.copy_(a), device) / 1e9
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bandwidth from host memory to the device, and back, in 1e9 bytes a second."""
+    """Bandwidth from host memory to the device, and back, in 1e9 bytes per second."""
     host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
@@ -476,19 +478,19 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _host_adam_rates(device: torch.device) -> tuple[float, float]:
-    """`_adam_rate` and `_narrow_rate` on the host, as in a step: with a GPU, while its bus moves bytes both ways."""
+    """Returns `_adam_rate` and `_narrow_rate` on the host; with a GPU, while copies run in both directions."""
     host, threads = torch.device("cpu"), host_threads(device)
     if device.type == "cpu":
         return _adam_rate(host, threads=threads), _narrow_rate(host, threads=threads)
-    room = host_bytes_left() // dist.get_world_size() // 4
-    numel = max(_ADAM_NUMEL, min(_HOST_ADAM_NUMEL, room // _ADAM_STATE_BYTES))
+    free = host_bytes_left() // dist.get_world_size() // 4
+    numel = max(_ADAM_NUMEL, min(_HOST_ADAM_NUMEL, free // _ADAM_STATE_BYTES))
     with _busy_bus(device):
         return _adam_rate(host, numel, threads=threads), _narrow_rate(host, numel, threads=threads)
 
 
 @contextmanager
 def _busy_bus(device: torch.device) -> Iterator[None]:
-    """Copies from host memory to a GPU and back go on while the context lasts, as those of gathers and gradients do."""
+    """Keeps copying from host memory to a GPU and back while open, as gathers and gradients do in a step."""
     ended = threading.Event()
 
     def copy() -> None:
@@ -513,7 +515,7 @@ def _busy_bus(device: torch.device) -> Iterator[None]:
 
 
 def _adam_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int | None = None) -> float:
-    """Speed of Adam in 1e9 elements a second: bf16 gradients in; master, moments and compute shard out."""
+    """Speed of Adam in 1e9 elements per second: bf16 gradients in; master, moments and compute shard out."""
     master, exp_avg, exp_avg_sq = (torch.rand(numel, device=device) for _ in range(3))
     gradient = torch.rand(numel, device=device, dtype=torch.bfloat16)
 
@@ -524,9 +526,10 @@ def _adam_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int |
 
 
 def _unit_seconds(device: torch.device) -> float:
-    """Host time that a unit adds to a forward and backward while its chunk is in its block; hooks of the runtime.
+    """Measures the host time that a unit adds to a forward and backward while its chunk is in its block.
 
-    The layers are frozen, so that no gradient is part of it: gradients are as many in any units.
+    That is the time of the runtime's hooks. The layers are frozen, because the number of gradients does not depend on
+    the units.
     """
     plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(_UNITS))).requires_grad_(False)
     plain.to(device)
@@ -547,7 +550,7 @@ def _unit_seconds(device: torch.device) -> float:
     hooks = Hooks(model, build_units(find_parts(model), layout), scheduler, placeholder)
 
     def span(contender: torch.nn.Module) -> float:
-        """Seconds of the process, whatever else the machine does."""
+        """CPU seconds of the process, which do not depend on other processes of the machine."""
         start = time.process_time()
         for _ in range(_UNITS):
             contender(batch).sum().backward()
@@ -563,7 +566,7 @@ def _unit_seconds(device: torch.device) -> float:
 
 
 def _narrow_rate(device: torch.device, numel: int = _ADAM_NUMEL, *, threads: int | None = None) -> float:
-    """As `_adam_rate`, with the fewest bytes of state: a bf16 master and moments of 8 bits."""
+    """Speed of Adam with the fewest bytes of state, a bf16 master and 8-bit moments, in 1e9 elements per second."""
     weight, gradient = (torch.rand(numel, device=device, dtype=torch.bfloat16) for _ in range(2))
     exp_avg, exp_avg_sq = (
         (_random_bytes(numel, device), torch.full((-(-numel // CODE_BLOCK),), 127, dtype=torch.uint8, device=device))
@@ -582,7 +585,7 @@ def _random_bytes(numel: int, device: torch.device) -> Tensor:
 
 
 def _updates_a_second(update: Callable[[], None], numel: int, device: torch.device) -> float:
-    """1e9 elements a second of a warm processor."""
+    """Times an update on a warm processor, in 1e9 elements per second."""
     start = time.perf_counter()
     while time.perf_counter() - start < _WARM_SECONDS:
         _span(update, 1, device)
@@ -590,7 +593,7 @@ def _updates_a_second(update: Callable[[], None], numel: int, device: torch.devi
 
 
 def _temporary_rates() -> tuple[float, float]:
-    """`_disk_rates` of the folder for temporary files; zeros, with a warning, if that fails."""
+    """Returns `_disk_rates` of the folder for temporary files; zeros, with a warning, if that fails."""
     try:
         return _disk_rates(tempfile.gettempdir())[:2]
     except (TierError, OSError) as error:
@@ -599,10 +602,10 @@ def _temporary_rates() -> tuple[float, float]:
 
 
 def _disk_rates(directory: str, nbytes: int = _DISK_BYTES) -> tuple[float, float, bool]:
-    """(speed of reads, of writes, in 1e9 bytes a second; whether they bypassed the system's cache).
+    """Returns (speed of reads, speed of writes, whether they bypassed the page cache), in 1e9 bytes per second.
 
-    Random bytes are written and read as for chunks on disk. What the system caches is written to the disk and dropped
-    before it is read.
+    Writes and reads random bytes as for chunks on disk. Pages in the cache are written to disk and dropped before the
+    reads.
     """
     step = spill_slice_numel() * 4
     nbytes = max(1, nbytes // step) * step
@@ -630,16 +633,16 @@ def _disk_rates(directory: str, nbytes: int = _DISK_BYTES) -> tuple[float, float
 
 
 def _at_once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `run` while all ranks run it."""
+    """Times `run` while all ranks run it."""
     dist.barrier()
     return _fastest(run, device)
 
 
 def _fastest(run: Callable[[], object], device: torch.device, agreed: Callable[[float], float] = float) -> float:
-    """Seconds of `run` in the fastest of `_REPEATS` spans, after others to warm up.
+    """Returns the seconds of `run` in the fastest of `_REPEATS` spans, after a warm-up.
 
-    As many runs are a span as take `_SPAN_SECONDS` together. `agreed` makes the time of a span the same on all ranks
-    that must run equally often.
+    A span has as many runs as take `_SPAN_SECONDS` together. `agreed` makes the time of a span equal on all ranks that
+    must run equally often.
     """
     runs = 1
     _span(run, runs, device)
@@ -662,7 +665,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Returns the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,8 +1,8 @@
-"""Runs Megatron-core models on tensors without data: their global state is set aside, and routing is even.
+"""Lets Megatron-core models run on fake tensors: replaces their global state, and routes tokens evenly.
 
-Owns the state to set aside while a planner traces such a model, and the stand-in for its token dispatchers. A real
-dispatcher selects rows by the router's values; the stand-in moves as many rows as balanced routing would, through the
-same copies and Megatron's own collectives. Imports nothing of Megatron that the model has not imported.
+Owns the replacement of Megatron's global state during a trace, and the substitute for its token dispatchers. A real
+dispatcher selects rows by the router's values; the substitute moves as many rows as balanced routing would, through the
+same copies and Megatron's own collectives. Never imports a Megatron module that the model has not imported.
 """
 
 import sys
@@ -20,29 +20,29 @@ _MOE = "megatron.core.transformer.moe"
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
-    """While open, Megatron's global buffers are replaced, and the model's mixtures are routed evenly."""
+def isolated(model: nn.Module) -> Iterator[None]:
+    """Replaces Megatron's global buffers and routes the model's mixtures evenly while open."""
     core: Any = sys.modules.get("megatron.core.parallel_state")
     utils: Any = sys.modules.get(f"{_MOE}.moe_utils")
     logging: Any = sys.modules.get(f"{_MOE}.moe_logging")
     buffers = getattr(core, "_GLOBAL_MEMORY_BUFFER", None)
     with ExitStack() as stack:
         if buffers is not None:
-            stack.enter_context(_holding(core, "_GLOBAL_MEMORY_BUFFER", type(buffers)()))
+            stack.enter_context(_replaced(core, "_GLOBAL_MEMORY_BUFFER", type(buffers)()))
         if hasattr(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
-            stack.enter_context(_holding(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}))
+            stack.enter_context(_replaced(utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}))
         if hasattr(logging, "_MOE_METRICS_TRACKER"):
-            stack.enter_context(_holding(logging, "_MOE_METRICS_TRACKER", None))
+            stack.enter_context(_replaced(logging, "_MOE_METRICS_TRACKER", None))
         if hasattr(utils, "MoEAuxLossAutoScaler"):
-            stack.enter_context(_holding(utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
+            stack.enter_context(_replaced(utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
         for module in model.modules():
             if is_mixture(module):
-                stack.enter_context(_holding(module, "token_dispatcher", EvenDispatcher(module.token_dispatcher)))
+                stack.enter_context(_replaced(module, "token_dispatcher", EvenDispatcher(module.token_dispatcher)))
         yield
 
 
 @contextmanager
-def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces the attribute `name` of `owner` while open."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -58,9 +58,9 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 class EvenDispatcher:
-    """Replaces a token dispatcher: the methods that move rows, in the order in which `MoELayer` calls them.
+    """Replaces the methods of a token dispatcher that move rows, listed in the order in which `MoELayer` calls them.
 
-    What else `MoELayer` asks of a dispatcher, which grows with Megatron's versions, the real one answers.
+    Other attributes, which differ between Megatron's versions, come from the real dispatcher.
     """
 
     def __init__(self, real: Any) -> None:

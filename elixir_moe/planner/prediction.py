@@ -1,7 +1,8 @@
 """Compares the predicted time of a step with the measured time.
 
-Owns the comparison after the first real steps, and the correction that follows. All ranks measure the same steps and
-agree on the slowest rank's median at the end of the same step, so all draw the same conclusion.
+Owns the comparison after the first real steps, and the correction that follows. Never changes the plan of the running
+training. All ranks measure the same steps and agree on the slowest rank's median at the end of the same step, so all
+draw the same conclusion.
 """
 
 import logging
@@ -52,7 +53,7 @@ class Prediction:
         self._ends: list[float] = []
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Calls `observe` at the end of each step; holds neither, though the user's optimizer has the same hooks."""
+        """Calls `observe` at the end of each step. Holds only a weak reference to the model."""
         there = weakref.ref(model)
 
         def observe(*_: object) -> None:
@@ -72,7 +73,7 @@ class Prediction:
         self._ends.append(time.perf_counter())
         if len(self._ends) < WARM_UP + MEASURED:
             return
-        ends = self._ends[WARM_UP - 1 :]  # a step takes from the end of the one before to its own
+        ends = self._ends[WARM_UP - 1 :]  # a step lasts from the end of the one before to its own end
         mine = torch.tensor(statistics.median(b - a for a, b in pairwise(ends)), device="cpu")
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=wrapped.groups.control)
         self.measured_seconds = mine.item()
@@ -81,11 +82,11 @@ class Prediction:
 
     @property
     def is_off(self) -> bool:
-        """Whether the predicted step is so far off that the next start plans with what was measured."""
+        """Whether the prediction is so far off that the next start plans with the measured time."""
         return self.measured_seconds is not None and abs(self.measured_seconds / self.step_seconds - 1) > TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Returns plain data for JSON."""
         return {
             "predicted_step_seconds": self.step_seconds,
             "measured_step_seconds": self.measured_seconds,
@@ -98,25 +99,25 @@ class Prediction:
         }
 
     def _learn(self, measured: float) -> None:
-        """On the rank that searched: keeps the corrected constants for the next start."""
+        """Stores the corrected constants for the next start, on the rank that searched."""
         if self._task is None or self._machine is None:
             return
         fitted = corrected(self._task.hardware.fitted, self.forecast.seconds, measured)
         remember_fit(self._machine, self._task.profile.key, fitted)
         _LOG.debug(
-            "a step takes %s, %s were predicted: the next start plans with what was measured",
+            "a step takes %s, %s were predicted: the next start plans with the measured time",
             seconds_text(measured),
             seconds_text(self.step_seconds),
         )
 
 
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
-    """The constants with which the prediction would have equalled the measurement, as far as compute explains it.
+    """Returns the constants with which the prediction would equal the measurement, as far as compute explains it.
 
-    The predicted times of transfers, collectives, units and updates are kept, since these were measured alone. The rest
-    of the measured step is compute, and with the units at least as long as the transfers it hides.
+    The predicted times of transfers, collectives, units and updates are kept, since these were measured separately. The
+    rest of the measured step is compute; together with the units, it is at least as long as the transfers it hides.
     """
-    beside = max(expected.compute + expected.units, expected.fetch, expected.offload)
-    left = measured - (expected.step - beside)
+    overlapped = max(expected.compute + expected.units, expected.fetch, expected.offload)
+    left = measured - (expected.step - overlapped)
     compute = max(max(left, expected.fetch, expected.offload) - expected.units, expected.compute / 100)
     return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)

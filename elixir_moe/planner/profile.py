@@ -1,7 +1,7 @@
-"""The demands of one training step on the machine: the data a plan is made from.
+"""The demands of one training step on the machine: the input of a search for a plan.
 
-Owns `Profile`. Pure: `trace` finds it and `cost` prices it. A profile can be kept and compared; it holds no module and
-no tensor.
+Owns `Profile`. Pure: `trace` makes it and `cost` prices it. A profile can be stored and compared; it never holds a
+module or a tensor.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class SentCollective:
     nbytes: int
     """Bytes from one rank in each all-to-all under balanced routing, its own part included."""
     times: int
-    """All-to-alls in a step: per forward two and two in its backward, and two per recomputation."""
+    """All-to-alls in a step: two per forward, two in its backward, and two per recomputation."""
     expert_flops: int
     """Floating-point operations of this rank's experts in a step under balanced routing."""
     row_bytes: int
@@ -32,7 +32,7 @@ class SentCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """Collectives of the model itself in one step over one process group, for example for tensor parallelism."""
+    """The model's own collectives over one process group in one step, for example of tensor parallelism."""
 
     ranks: tuple[int, ...]
     """Global ranks."""
@@ -49,11 +49,11 @@ class Profile:
     params: tuple[ParamSpec, ...]
     """All parameters, in order of first use; shapes are this rank's slices."""
     order: tuple[int, ...]
-    """By position in `params`: the parameter's number in ``model.parameters()``."""
+    """For each position in `params`, the parameter's number in ``model.parameters()``."""
     parts: tuple[ModuleInfo, ...]
     """Modules that have parameters; see `chunks.events`."""
     events: tuple[StepEvent, ...]
-    """What the step does with its parts and parameters, in order of time; without a backward, if it is unknown."""
+    """The events of parts and parameters in a step, in order of time; without the backward if it is unknown."""
     parameters: int
     """Parameters of the whole model, on all ranks."""
     tokens: int
@@ -70,7 +70,7 @@ class Profile:
     kept: tuple[int, ...] = ()
     """Bytes of the inputs that each checkpointed region keeps, in order of forward."""
     kept_peaks: tuple[int, ...] = ()
-    """`activation_bytes` if the inputs of the first n regions are in host memory, n from 0 on."""
+    """`activation_bytes` if the inputs of the first n regions are in host memory, for each n from 0 on."""
     exchanges: tuple[SentCollective, ...] = ()
     sent: tuple[Sent, ...] = ()
 
@@ -80,8 +80,8 @@ class Profile:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def over(self, ranks: int) -> "Profile":
-        """The same step on each of so many ranks, over which every parameter is replicated; it is not traced again."""
-        assert not self.exchanges and not self.sent, "experts that are spread, and slices, differ with the ranks"
+        """Returns this step with every parameter replicated over this number of ranks, without tracing it again."""
+        assert not self.exchanges and not self.sent, "sharded experts and slices depend on the number of ranks"
         keys = {p.key: replace(p.key, ranks=tuple(range(ranks)), divisor=ranks) for p in self.params}
         return replace(self, params=tuple(replace(p, key=keys[p.key]) for p in self.params))
 

@@ -1,7 +1,8 @@
-"""Searches for the best plan: chunk length, blocks of the rCache, and the tier of every chunk.
+"""Searches for the fastest plan: chunk length, blocks of the rCache, and the tier of every chunk.
 
 Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
-policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure; `cost` prices, `explain` explains.
+policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure: never traces or prices a step, which
+`trace` and `cost` do.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
@@ -38,9 +39,9 @@ _LENGTH_SPAN = 4
 _LENGTHS = 12
 """Number of chunk lengths tried for a large model, those with the least waste first."""
 _PARAMETERS = 4000
-"""For a small model, this divided by its number of parameters: the length with the least waste is not always best."""
-_ALIKE = 3
-"""The backward of a step, counted from 1, that gathers what all later ones do."""
+"""A small model tries this many lengths divided by its number of parameters: the least waste is not always best."""
+_STEADY_BACKWARD = 3
+"""The backward of a step, counted from 1, from which on all backwards gather the same chunks."""
 _DENSE = 48
 """If there are at most this many candidate numbers of blocks, all are tried; else a grid, refined near the best."""
 
@@ -53,29 +54,29 @@ class Task:
     hardware: Hardware
     gpus: int
     capacity_bytes: int
-    """Memory of one device, in bytes; where that is the host's memory (`Hardware.one_memory`), a rank's part of it."""
+    """Memory of one device, in bytes; with `Hardware.one_memory`, a rank's part of the shared memory."""
     host_bytes: int
-    """Host memory of one rank, in bytes; 0 where it is the device's."""
+    """Host memory of one rank, in bytes; 0 with `Hardware.one_memory`."""
     disk_bytes: int | None = 0
     """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
     moments: int = 2
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool = False
-    """Reductions run over gloo."""
+    """Whether reductions run over gloo."""
     imbalance: float = 1.0
-    """Routed rows of the busiest rank, in multiples of an even share."""
+    """Routed rows of the busiest rank, relative to an even share."""
     accumulation: int = 1
     """Backwards per step; with more than one, gradients are summed in fp32."""
     kept_regions: int = 0
-    """Checkpointed regions whose inputs are in host memory, the first ones; see `keeping`."""
+    """Number of checkpointed regions, from the first on, whose inputs are in host memory; see `keeping`."""
 
     def __post_init__(self) -> None:
-        assert not (self.hardware.one_memory and self.host_bytes), "one memory is counted once"
+        assert not (self.hardware.one_memory and self.host_bytes), "a shared memory is counted once"
 
     def keeping(self, most: float) -> "Task":
-        """This problem, if inputs of so many checkpointed regions are in host memory.
+        """Returns this problem with the inputs of up to `most` checkpointed regions in host memory.
 
-        Activations on the device are fewer then, and so is the host memory left.
+        Activations then take less of the device, and less host memory is left.
         """
         regions = int(min(most, len(self.profile.kept)))
         if regions == self.kept_regions:
@@ -86,7 +87,7 @@ class Task:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of these inputs."""
+        """Bytes of the inputs that are in host memory."""
         return sum(self.profile.kept[: self.kept_regions])
 
     @property
@@ -96,13 +97,13 @@ class Task:
         return cost.allowed_bytes(self.profile, self.capacity_bytes) - int(cost.F_ALLOC * cost.F_FRAG * surplus)
 
     def held_bytes(self, size: Footprint) -> tuple[int, int]:
-        """(device bytes, host bytes) that the library holds, accumulators included if there are any."""
+        """(device bytes, host bytes) that the library holds, accumulators included if a step needs them."""
         return size.memory_bytes(self.accumulation)
 
     def missing_bytes(self, device: int, host: int) -> dict[Tier, int]:
-        """{tier: bytes that a plan with so many bytes in each lacks}, 0 or less where there are enough.
+        """Returns {tier: bytes that are missing} for a plan that needs these bytes; 0 or less where there are enough.
 
-        In one memory, what the library holds outside the device's part, such as buffers of the disk, lacks there too.
+        With `Hardware.one_memory`, the library's host bytes, such as buffers of the disk, count against the device.
         """
         if self.hardware.one_memory:
             both = device + host - self.allowed_bytes
@@ -110,7 +111,7 @@ class Task:
         return {Tier.DEVICE: device - self.allowed_bytes, Tier.HOST: host - self.host_bytes}
 
     def footprint(self, plan: Plan, layout: Layout) -> Footprint:
-        """The bytes of `plan`, whose layout it is."""
+        """Returns the bytes of a plan with this layout."""
         return footprint(plan, layout, moments=self.moments, over_gloo=self.over_gloo)
 
 
@@ -119,7 +120,7 @@ class PlanCandidate:
     """A plan and its cost."""
 
     task: Task
-    """The problem, with the inputs of checkpointed regions where the plan has them."""
+    """The problem, with the plan's number of regions whose inputs are in host memory."""
     plan: Plan
     layout: Layout
     size: Footprint
@@ -129,15 +130,15 @@ class PlanCandidate:
     """Chunks gathered into the rCache in a step, once per gather."""
 
     def chunks_in(self, tier: Tier) -> int:
-        """Number of chunks at home in a tier."""
+        """Number of chunks in a tier."""
         return sum(self.plan.tier_of(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
 def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
-    """The fastest plan that fits; `packings` are those of a problem with the same step, on any machine.
+    """Finds the fastest plan that fits; `packings` may come from a problem with the same step, on any machine.
 
-    Chunks that are filled wherever layers begin (`Plan.whole_layers`) are tried at the length of the fastest plan.
-    The host time of units does not decide where chunks are placed: more chunks on the device are taken to be faster.
+    Plans without `Plan.whole_layers` are tried only at the chunk length of the fastest plan. The host time of units
+    does not decide where chunks are placed: more chunks on the device are taken to be faster.
 
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
@@ -180,7 +181,7 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
 
 
 def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
-    """The candidate with frozen chunks once in the memory of a host; unchanged if some would lie on several hosts."""
+    """Returns the candidate with `Plan.shared_frozen`; unchanged if the ranks of a frozen chunk span several hosts."""
     plan, layout, hardware = candidate.plan, candidate.layout, candidate.task.hardware
     if not (plan.offloaded and plan.scatter):
         return candidate
@@ -192,17 +193,17 @@ def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
 
 
 def _kept_counts(task: Task) -> list[int]:
-    """The numbers of checkpointed regions tried: none, the most that host memory can hold, and half of them."""
+    """Returns the numbers of checkpointed regions to try: none, the most that host memory holds, and half of them."""
     held = list(accumulate(task.profile.kept))
     most = bisect_right(held, task.host_bytes)
     return list(dict.fromkeys([0, most, most // 2]))
 
 
 def device_bytes_for(task: Task, packings: "Packings | None" = None) -> int:
-    """Device memory that a plan needs in the task's host memory and on its disk; `packings` as for `solve`.
+    """Returns the device memory that a plan needs, given the task's host memory and disk; `packings` as for `solve`.
 
-    At most `Task.allowed_bytes` exactly if `solve` finds a plan; it is then such a plan's, and otherwise no more than
-    that of any plan.
+    The result is at most `Task.allowed_bytes` exactly if `solve` finds a plan. It is then the memory of a plan, and
+    otherwise a lower bound for all plans.
     """
     least: list[int] = []
     packings = packings or Packings(task)
@@ -216,10 +217,7 @@ def device_bytes_for(task: Task, packings: "Packings | None" = None) -> int:
 
 
 def _device_bytes_for(task: Task, bounds: "Sequence[_Packing]", packings: "Packings") -> int:
-    """As `device_bytes_for`, with the inputs of checkpointed regions where they are.
-
-    `bounds` are the packings without a step.
-    """
+    """Computes `device_bytes_for` with the task's number of kept regions; `bounds` are the packings without a step."""
     known = sorted((_least_device_bytes(task, packing), packing.chunk_numel) for packing in bounds)
     needed = [nbytes for nbytes, _ in known if nbytes > task.allowed_bytes][:1]
     for bound, length in known:
@@ -238,7 +236,7 @@ def price(
     size: Footprint | None = None,
     units: int | None = None,
 ) -> PlanCandidate:
-    """The cost of `plan`, whether it fits or not; what is known already may be given.
+    """Prices a plan, whether it fits or not; arguments after `plan` are computed unless given.
 
     Raises:
         PlanError: the plan cannot run: chunks too short, or rCache too small.
@@ -274,23 +272,23 @@ def price(
 
 
 def gathered(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
-    """The chunks whose weights are gathered in a step, once per gather; a prefetch moves gathers and adds none.
+    """Lists the chunks whose weights are gathered in a step, once per gather; prefetches only move gathers.
 
-    Backwards behind `_ALIKE` gather what that one does.
+    All backwards after `_STEADY_BACKWARD` gather the same chunks as that one.
     """
-    found = gathers(schedule, blocks, min(backwards, _ALIKE))
+    found = gathers(schedule, blocks, min(backwards, _STEADY_BACKWARD))
     return [chunk for each in (*found, *(backwards - len(found)) * found[-1:]) for chunk in each]
 
 
 def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
-    """{tier: missing bytes}, with `more` bytes on the device; empty if the plan fits."""
+    """Returns {tier: missing bytes} with `more` bytes needed on the device; empty if the plan fits."""
     device, host = task.held_bytes(size)
     missing = {**task.missing_bytes(device + more, host), Tier.DISK: size.disk_bytes - (task.disk_bytes or 0)}
     return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
 
 
 def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
-    """Candidate chunk lengths: those that consecutive parameters fill exactly, and the shortest that fuses a group.
+    """Returns the chunk lengths to try: those that consecutive parameters fill, and the shortest that fuses a group.
 
     A length between two candidates packs like the shorter one and only makes every block longer.
     """
@@ -298,8 +296,8 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
     together = bytes_together(params)
     numels = [-(-p.numel // elements_for_one(p.key, together)) for p in movable]
     largest = max(numels, default=1)
-    alone = {len(key.ranks) == 1 for key in group_parameters(params)}
-    defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(alone) > 1 else (False,))}
+    single = {len(key.ranks) == 1 for key in group_parameters(params)}
+    defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(single) > 1 else (False,))}
     lengths = {largest, *defaults}
     for key, indices in group_parameters(movable).items():
         align = alignment(key) // elements_for_one(key, together)
@@ -322,7 +320,7 @@ def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
 
 
 def _space(sizes: Sequence[int], length: int) -> int:
-    """Elements of all chunks in a rough packing of `sizes`."""
+    """Returns the elements of all chunks in a rough packing of `sizes`."""
     chunks, used = 1, 0
     for size in sizes:
         if used + size > length:
@@ -333,7 +331,7 @@ def _space(sizes: Sequence[int], length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Memory of one rank with a given number of chunks at home on the device, for any number of blocks."""
+    """The memory of one rank with a given number of chunks on the device, for any number of blocks."""
 
     device_bytes: int
     """Device memory without the blocks."""
@@ -342,13 +340,13 @@ class _Held:
     """Number of chunks on disk: the fewest that make the rest fit in host memory; 0 if the disk is too small for them.
     """
     disk_short_bytes: int | None
-    """Bytes by which the disk is too small for that; None if no disk would be enough."""
+    """Bytes by which the disk is too small for these chunks; None if no disk would be large enough."""
     cached: int
     """Blocks for the weights of all cached chunks, and for all gradients that have a block at once."""
     block_bytes: int
 
     def missing(self, task: Task, blocks: int) -> dict[Tier, int]:
-        """{tier: missing bytes}, 0 or less if there are enough; for the disk, the bytes that would relieve the host."""
+        """Returns {tier: missing bytes}, 0 or less if there are enough; on disk, those that would relieve the host."""
         device = self.device_bytes + min(blocks, self.cached) * self.block_bytes
         short = task.missing_bytes(device, self.host_bytes)
         return short if self.disk_short_bytes is None else {**short, Tier.DISK: self.disk_short_bytes}
@@ -363,27 +361,27 @@ class _Held:
 
 
 class _Packing:
-    """The parameters in chunks of one length, and the step with them. The same in any memory."""
+    """The parameters in chunks of one length, and the step with these chunks, in any amount of memory."""
 
     def __init__(self, task: Task, chunk_numel: int, *, bound: bool = False, whole_layers: bool = True) -> None:
-        """`bound`: blocks are counted as one, and none is for gradients. That is a lower bound of memory."""
+        """With `bound`, the step needs one block and none for gradients: a lower bound of its memory."""
         self.chunk_numel, self._task = chunk_numel, task
         self.bound = bound
-        """Whether there is no step."""
+        """Whether the step is not simulated."""
         self.layout = build_layout(task.profile.params, chunk_numel, whole_layers=whole_layers)
         away = None if bound else self._stepped(self.layout)
         if away is not None:
             self.layout = replace(self.layout, open_gradients=away[2])
         self.in_memory = list(self._by_device_chunks())
-        """Memory for each number of chunks on the device, from none to all, if none is on disk."""
+        """Memory for each number of chunks on the device, from none to all, without chunks on disk."""
         self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
         """Chunks used in place for each number of chunks on the device."""
         self._steps = {} if away is None else {0: away}
-        """By chunks used in place: (schedule, least blocks, most open gradients, units)."""
+        """{number of chunks used in place: (schedule, least blocks, most open gradients, units)}."""
         self._gathered: dict[tuple[int, int, int], list[int]] = {}
 
     def placement(self, *, values_on_disk: bool = False) -> Placement:
-        """All chunks in host memory. `values_on_disk`: those that go to disk will have their values there too."""
+        """Returns a placement of all chunks in host memory; `values_on_disk` is the field of the plan."""
         task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
         ledger = Ledger(
             self.layout, tiers, moments=task.moments, over_gloo=task.over_gloo, values_on_disk=values_on_disk
@@ -406,8 +404,8 @@ class _Packing:
         return schedule, schedule.least_blocks(), schedule.open_gradients(), units_moved(profile.parts, layout)
 
     def step(self, device_chunks: int) -> tuple[Schedule, int, int, int]:
-        """(schedule, least blocks, most open gradients, units) of the step with so many chunks on the device."""
-        assert not self.bound, "a bound counts no blocks"
+        """(schedule, least blocks, most open gradients, units) of a step with `device_chunks` chunks on the device."""
+        assert not self.bound, "a bound does not simulate the step"
         in_place = self._in_place[device_chunks]
         if in_place not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
@@ -415,7 +413,7 @@ class _Packing:
         return self._steps[in_place]
 
     def gathered(self, device_chunks: int, blocks: int, backwards: int) -> list[int]:
-        """The chunks gathered in a step with so many chunks on the device."""
+        """The chunks gathered in a step with `device_chunks` chunks on the device."""
         key = self._in_place[device_chunks], blocks, backwards
         if key not in self._gathered:
             self._gathered[key] = gathered(self.step(device_chunks)[0], blocks, backwards)
@@ -423,19 +421,19 @@ class _Packing:
 
 
 class Packings:
-    """The parameters in chunks of every length to try. The same for all problems of one step on as many ranks, on any
-    machine: what is known of one serves the next."""
+    """The parameters in chunks of every length to try. All problems with the same step and number of ranks can share
+    one, on any machine."""
 
     def __init__(self, task: Task) -> None:
         self.lengths = chunk_lengths(task.profile.params)
         self.at = cache(partial(_Packing, task))
-        """The packing with a step by its chunk length, made once."""
+        """Returns the packing of a chunk length; made once."""
         self.filled = cache(partial(_Packing, task, whole_layers=False))
-        """The same without whole layers."""
+        """Returns the packing of a chunk length without `Plan.whole_layers`; made once."""
 
 
 def _searches(task: Task, packing: _Packing) -> "Iterator[_LengthSearch]":
-    """The searches at one chunk length: without values on disk, and with them if something must be on disk."""
+    """Yields the searches at one chunk length: without values on disk, and with them if chunks must go to disk."""
     first = _LengthSearch(task, packing)
     yield first
     if first.needs_disk:
@@ -450,17 +448,17 @@ class _LengthSearch:
     """The search at one chunk length."""
 
     def __init__(self, task: Task, packing: _Packing, *, values_on_disk: bool = False) -> None:
-        """`values_on_disk`: chunks on disk have their values there too."""
+        """`values_on_disk` is the field of the plans to try."""
         self._task, self._packing, self._whole = task, packing, values_on_disk
         self._layout = packing.layout
         self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
-        """Whether host memory is too small, or there is none, and there is a disk."""
+        """Whether host memory is too small and a disk is available."""
         self._fewest, self._full = (packing.placement(values_on_disk=values_on_disk) for _ in range(2))
         self._held = cache(self._spilled)
-        """Memory by the number of chunks on the device."""
+        """Returns the memory for a number of chunks on the device."""
         chunks = len(self._layout.chunks)
         self._counts = [chunks] if task.hardware.one_memory and task.disk_bytes is None else list(range(chunks + 1))
-        """Numbers of chunks on the device for which there is a home for the others."""
+        """Numbers of chunks on the device for which another tier can hold the others."""
         self._most_blocks: list[float] = [-1] * (chunks + 1)
         for count in self._counts:
             if packing.in_memory[count].device_bytes <= task.allowed_bytes:
@@ -468,16 +466,16 @@ class _LengthSearch:
         self._found: dict[int, PlanCandidate | None] = {}
 
     def _spilled(self, device_chunks: int) -> _Held:
-        """Memory with so many chunks on the device, the last ones in order of first use, and as few on disk as host
-        memory requires, the last ones before those.
+        """Returns the memory with `device_chunks` chunks on the device, and as few on disk as host memory requires.
 
-        If that is impossible, no chunk is on disk, and host bytes are the least that the disk allows. Where device and
-        host have one memory, all others are on disk.
+        In order of first use, chunks in host memory come first, then those on disk, then those on the device. If the
+        disk is too small, no chunk is on disk, and host bytes are the least that the disk allows. With
+        `Hardware.one_memory`, all chunks that are not on the device are on disk.
         """
         task, held = self._task, self._packing.in_memory[device_chunks]
         on_device = len(self._layout.chunks) - device_chunks
         if task.hardware.one_memory and on_device:
-            assert task.disk_bytes is not None, "only then are there such counts"
+            assert task.disk_bytes is not None, "without a disk, all chunks are on the device"
             self._fewest.put(0, on_device)
             spilled = self._fewest.ledger.footprint()
             _, host = task.held_bytes(spilled)
@@ -494,7 +492,7 @@ class _LengthSearch:
         return replace(held, host_bytes=min(held.host_bytes, host), disk_short_bytes=short)
 
     def best(self, known: PlanCandidate | None = None) -> PlanCandidate | None:
-        """The fastest plan with this chunk length that fits; None if none does, or none is faster than `known`."""
+        """Finds the fastest plan with this chunk length that fits; None if there is none, or `known` is faster."""
         for blocks in self._grid():
             self._at(blocks, known)
         while True:
@@ -515,16 +513,16 @@ class _LengthSearch:
         return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def _near(self, blocks: int) -> Iterator[int]:
-        """The midpoints between the best number of blocks and its tried neighbors."""
+        """Yields the midpoints between the best number of blocks and its neighbors among those tried."""
         tried = sorted(self._found)
         for low, high in pairwise(tried):
             if high - low > 1 and low <= blocks <= high:
                 yield (low + high) // 2
 
     def _at(self, blocks: int, known: PlanCandidate | None) -> None:
-        """The best plan with this many blocks: as many chunks on the device as fit. None if it cannot beat `known`.
+        """Tries this number of blocks, with as many chunks on the device as fit; skips it if it cannot beat `known`.
 
-        A step that gathers each chunk once is a bound, and is not simulated.
+        A step that gathers each chunk once is a lower bound of its time, known without a simulation.
         """
         if blocks in self._found:
             return
@@ -553,7 +551,7 @@ class _LengthSearch:
             self._found[blocks] = priced(self._packing.gathered(count, plan.blocks(layout), self._task.accumulation))
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
-        """The missing bytes with the fewest blocks, for each number of chunks on the device."""
+        """Yields the missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks, one_memory = len(self._layout.chunks), self._task.hardware.one_memory
         for count in self._counts:
             held = self._packing.in_memory[count]
@@ -568,13 +566,13 @@ class _LengthSearch:
             yield missing
 
     def least_device_bytes(self) -> int:
-        """The least device memory with which host memory and disk are large enough."""
+        """Returns the least device memory with which host memory and disk are large enough."""
         missing = [s[Tier.DEVICE] for s in self.shortages() if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
         return self._task.allowed_bytes + min(missing)
 
 
 def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
-    """The error message: the missing bytes, their tier, and the changes that would make a plan fit, smallest first."""
+    """Returns the error message: missing bytes, their tier, and the changes that make a plan fit, smallest first."""
     one_memory = task.hardware.one_memory
     there = [s for s in shortages if s[Tier.HOST] <= 0 and s.get(Tier.DISK, 0) <= 0]
     device = min((s[Tier.DEVICE] for s in there), default=None)
@@ -598,7 +596,7 @@ def _why_not(task: Task, shortages: Sequence[dict[Tier, int]]) -> str:
             )
         answers.append((device, "memory of device and host" if one_memory else "device memory", change))
     start = f"no plan fits {task.gpus} x {task.hardware.name}:"
-    if not answers:  # no single tier is the cause: more of one alone would not help
+    if not answers:  # more memory of a single tier would not help
         both = min(shortages, key=lambda s: (s[Tier.DEVICE], s[Tier.HOST]))
         device, host = both[Tier.DEVICE], both[Tier.HOST]
         return (

@@ -1,6 +1,6 @@
-"""Whether tiles are worth a try, and of which size: where blocks of the rCache, and not state, take a device's memory.
+"""Whether to try tiles, and their size: they help where blocks of the rCache, not state, fill a device's memory.
 
-Owns the two rules. Cuts nothing: `wrapping.tiling` does, and a search with the tiles says whether they were worth it.
+Owns the two rules. Never cuts a parameter: `wrapping.tiling` does, and a search with the tiles decides if they pay off.
 """
 
 import math
@@ -8,21 +8,22 @@ import math
 from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
-"""A tile is at most this part of a device, or one row: a step holds a few and their gradients, and prefetches more."""
+"""A tile is at most this fraction of a device, or one row: a step holds a few tiles and their gradients, and prefetches
+more."""
 _BLOCKS_IN_DEVICE = 0.25
-"""Part of a device from which on blocks are taken to be in the way of state."""
+"""Fraction of a device above which blocks leave too little memory for state."""
 _FREED = 8
-"""Most memory that tiles may free, in largest parameters: a block and one for its gradient, twice, and room to spare.
-"""
+"""Most memory that tiles may free, in multiples of the largest parameter: twice its block and the block of its
+gradient, with a margin."""
 
 
 def tile_bytes(task: Task, candidate: PlanCandidate | None, packings: Packings | None = None) -> int | None:
-    """Bytes of the largest tile to try, a power of two, in the dtype of the step; None if tiles are no help.
+    """Returns the bytes of the largest tile to try, a power of two, in the step's dtype; None if tiles do not help.
 
     Args:
         task: the problem, without tiles.
         candidate: its solution; None if no plan fits.
-        packings: those of its search, if they are at hand.
+        packings: the packings of its search, if available.
     """
     sizes = [(p.numel * p.key.dtype.itemsize, p.shape[0]) for p in task.profile.params if p.shape and not p.tied]
     largest = max((nbytes for nbytes, _ in sizes), default=0)
