@@ -101,7 +101,7 @@ def size_bytes(name: str, size: int | str | None, *, least: int = 0) -> int | No
         raise PlanError(f"{name}={size!r}: expected bytes, or a string such as '20 GiB' or '512 MiB'")
     nbytes = int(match[1]) * scale if match[1].isdecimal() else int(float(match[1]) * scale)
     if float(match[1]) and (text is not size or not match[2]):
-        raise PlanError(f"{name}={size!r} has no unit: write '{match[1]} GiB', for example")
+        raise PlanError(f"{name}={size!r} has no unit: write '{match[1]} GiB'")
     if 0 < nbytes < least:
         raise PlanError(f"{name}={size!r}: expected at least {size_text(least)}")
     return nbytes

@@ -122,7 +122,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
     "found", [None, 3, Plan.zero2().to_json().encode(), asdict(Plan.zero2()), Plan.zero2()], ids=str
 )
 def test_json_that_is_no_text_is_refused(found: Any) -> None:
-    with pytest.raises(PlanError, match=f"text is a {type(found).__name__}, expected the str that to_json gives"):
+    with pytest.raises(PlanError, match=f"{type(found).__name__}.*to_json"):
         Plan.from_json(found)
 
 

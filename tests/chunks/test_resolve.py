@@ -181,7 +181,7 @@ def test_sizes_as_texts(size: int | str, nbytes: int) -> None:
 @pytest.mark.parametrize("size", ["7", " 2.5 ", "20000000000"])
 def test_a_text_without_a_unit_is_asked_back(size: str) -> None:
     number = size.strip()
-    with pytest.raises(em.PlanError, match=f"has no unit: {number} GiB is written '{number} GiB'"):
+    with pytest.raises(em.PlanError, match=f"has no unit.*'{number} GiB'"):
         em.Plan.offload(device=size)
 
 

@@ -299,10 +299,10 @@ PLAN = em.Plan.offload(rcache_blocks=3, disk_chunks=2, chunk_numel=2 * D * D)
         ({"disk": 3}, r"disk=3: expected a folder"),
         ({"disk": ""}, r"disk='': expected a folder"),
         ({"disk": "a\0b"}, r"expected a folder"),
-        ({"disk": "/tmp", "disk_chunks": 0}, r"means nothing with disk_chunks=0"),
+        ({"disk": "/tmp", "disk_chunks": 0}, r"disk=.*disk_chunks=0"),
         ({"disk": "/tmp", "verify": 1}, r"verify=1: expected True or False"),
-        ({"verify": True}, r"means nothing without disk="),
-        ({"host": "1 GiB"}, r"say with disk= in which folder"),
+        ({"verify": True}, r"verify=True.*disk="),
+        ({"host": "1 GiB"}, r"disk="),
         ({"disk": "/tmp", "host": "1 GiB", "disk_chunks": 2}, r"host=1.00 GiB and disk_chunks=2: give one"),
     ],
 )

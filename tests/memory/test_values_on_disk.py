@@ -390,7 +390,7 @@ def test_buffers_are_counted() -> None:
 
 
 def test_a_plan_without_chunks_on_disk_is_refused() -> None:
-    with pytest.raises(em.PlanError, match=r"values_on_disk=True means nothing with disk_chunks=0"):
+    with pytest.raises(em.PlanError, match=r"values_on_disk=True.*disk_chunks=0"):
         em.Plan.offload(values_on_disk=True)
     with pytest.raises(em.PlanError, match=r"values_on_disk=1: expected True or False"):
         em.Plan.offload(disk="/tmp", values_on_disk=1)  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ def reads_a_value(model: nn.Module, batch: Tensor) -> Tensor:
         ({"hardware": 3}, "PlanError", "hardware=3"),
         ({"budget": 1000}, "PlanError", "too little device memory; give the device"),
         ({"budget": 1 << 60}, "ConfigError", "bytes of cpu memory for each of its ranks; choose at most that"),
-        ({"budget": 0.5}, "PlanError", "budget=0.5: expected bytes, or a text such as '20 GiB'"),
+        ({"budget": 0.5}, "PlanError", "budget=0.5: expected bytes"),
         ({"accumulation": 0}, "PlanError", "accumulation=0"),
         ({"step": reads_a_value}, "ConfigError", "cannot run on tensors without data"),
     ],
@@ -547,8 +547,8 @@ def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
         ({"kind": "auto", "rcache_blocks": 2}, "plan.rcache_blocks means nothing for plan.kind=auto"),
         ({"kind": "zero2", "budget": "1 GiB"}, "plan.budget means nothing for plan.kind=zero2"),
         ({"kind": "auto", "budget": 0}, "plan: budget=0: expected at least 1 byte"),
-        ({"kind": "auto", "budget": "lots"}, "plan: budget='lots': expected bytes, or a text such as '20 GiB'"),
-        ({"kind": "offload", "host": "1 GiB"}, "say with disk= in which folder"),
+        ({"kind": "auto", "budget": "lots"}, "plan: budget='lots': expected bytes"),
+        ({"kind": "offload", "host": "1 GiB"}, "disk="),
     ],
 )
 def test_settings_of_other_plans_are_refused(given: dict[str, Any], message: str) -> None:

@@ -184,7 +184,7 @@ def test_what_is_wrong_with_a_hardware_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"one_memory, cpu_bytes must be gpus_per_node x gpu_bytes = \d+, got 9{9}"):
         Hardware.parse(json.dumps(machine_file() | {"one_memory": True, "cpu_bytes": 999999999}), "mine")
     many = machine_file() | {"gpus_per_node": 1, "node_bandwidth": None}
-    with pytest.raises(ConfigError, match=r"by_gpus has figures for \d GPUs, and gpus_per_node is 1: raise that"):
+    with pytest.raises(ConfigError, match=r"by_gpus .*\d GPUs.* gpus_per_node is 1"):
         Hardware.parse(json.dumps(many), "mine")
     with pytest.raises(ConfigError, match=r"hardware 'mine': figure: expected a section with keys, got \[\]"):
         Hardware.parse("[]", "mine")

@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_coding_is_refused(ranks: Ranks, tmp_path: Path)
     [
         ({"master": "fp16"}, "master='fp16': expected one of 'fp32', 'bf16'"),
         ({"moments": 8}, "moments=8: expected one of 'fp32', 'bf16', 'int8'"),
-        ({"narrow_state": ("*",)}, "narrow_state means nothing with master='fp32' and moments='fp32'"),
+        ({"narrow_state": ("*",)}, "narrow_state .*master='fp32' .*moments='fp32'"),
         ({"moments": "int8", "narrow_state": "*"}, r"narrow_state='\*': expected names of parameters"),
         ({"rounding_seed": -1}, "rounding_seed=-1"),
     ],
