@@ -1,7 +1,7 @@
-"""The optimizers that `wrap` accepts: elementwise ones, with a state that can be cut.
+"""The optimizers that `wrap` accepts: elementwise ones whose state can be sharded.
 
 Owns the trial of an optimizer on small tensors, the copy of an optimizer for other parameters, and the facts about
-torch's own optimizers.
+torch's own optimizers. Never updates a weight of the model.
 """
 
 import re
@@ -22,24 +22,24 @@ _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
 """Optimizers of torch whose update of an element depends on other elements."""
 
 _IN_BLOCKS = {"bitsandbytes", "torchao"}
-"""Packages of optimizers in 8 or 4 bits."""
+"""Packages that have optimizers with 8-bit or 4-bit state."""
 _INSTEAD = (
-    "torch.optim.AdamW with moments='int8' in the plan, whose blocks are cut from the logical parameter, and "
-    "master='bf16' for weights of 16 bits"
+    "torch.optim.AdamW with moments='int8' in the plan, whose blocks do not depend on the ranks, and master='bf16' "
+    "for 16-bit weights"
 )
 
 MODES = ("train", "eval")
-"""Methods by which an optimizer puts other weights in the place of those that it trains, as schedule-free ones do.
+"""Methods with which an optimizer switches between the weights it trains and others, as schedule-free optimizers do.
 
 Accelerate and Hugging Face's Trainer call them if an optimizer has them.
 """
 
 _TRIED_NUMEL = 2**17
-"""Elements of the trial tensor that shows an optimizer's state; 8-bit optimizers keep blocks from 4096 elements on."""
+"""Elements of the trial tensor for an optimizer's state; 8-bit optimizers use blocks from 4096 elements on."""
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """fp32 values that an optimizer keeps for each element; 2 for an unknown optimizer."""
+    """Returns the number of fp32 values that an optimizer keeps per element; 2 for an unknown optimizer."""
 
     def any_group(option: str) -> bool:
         return any(group.get(option) for group in optimizer.param_groups)
@@ -56,29 +56,29 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that has stepped, shards, is not elementwise, or keeps what cannot be cut."""
+    """Raises ConfigError for an optimizer that has stepped, shards, is not elementwise, or has unshardable state."""
     _check_keys(optimizer)
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
-            "the optimizer has been stepped, or has loaded a state: wrap it before the first step, and go on from a "
-            "checkpoint of em.save, by em.load"
+            "the optimizer has been stepped, or has loaded a state: wrap it before the first step; to continue a "
+            "training, save with em.save and load with em.load"
         )
     kind = type(optimizer)
     if kind.__module__.startswith("torch.distributed."):
         raise ConfigError(
-            f"{kind.__name__} of torch.distributed shards or averages over ranks what a plan shards: wrap a plain "
-            f"optimizer, as torch.optim.AdamW(model.parameters())"
+            f"{kind.__name__} of torch.distributed shards or averages over ranks itself, which the plan does here: "
+            f"wrap a plain optimizer, such as torch.optim.AdamW(model.parameters())"
         )
     if inner := [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]:
         raise ConfigError(
             f"{kind.__name__} has another optimizer in its attribute {inner[0]!r}, which updates whole "
-            f"parameters, but a rank holds only pieces of them: give em.wrap an optimizer that updates by itself"
+            f"parameters, but a rank holds only pieces of them: pass em.wrap an optimizer that makes its own updates"
         )
     package = kind.__module__.partition(".")[0]
     if package in _IN_BLOCKS and re.search(r"\dbit|Fp8", kind.__name__):
         raise ConfigError(
-            f"{kind.__name__} of {package} keeps its state in blocks of the tensors that it is given, and a rank holds "
-            f"pieces of them, so that its blocks would depend on the ranks: use {_INSTEAD}"
+            f"{kind.__name__} of {package} keeps its state in blocks of its tensors, but a rank holds only pieces of "
+            f"them, so that the blocks would depend on the number of ranks: use {_INSTEAD}"
         )
     whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
     ours = kind.__module__.startswith("torch.optim")
@@ -88,8 +88,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if whole or not (ours or all(_is_elementwise(optimizer, group) for group in optimizer.param_groups)):
         raise ConfigError(
             f"{[*whole, kind.__name__][0]} looks at whole tensors (their norm, their shape) or at all parameters "
-            f"together, but a rank holds only flat pieces: use an elementwise one, as AdamW, and param_groups for what "
-            f"should be updated otherwise"
+            f"together, but a rank holds only flat pieces: use an elementwise optimizer, such as AdamW, and "
+            f"param_groups for parameters with other settings"
         )
     for group in () if ours else optimizer.param_groups:
         piece = nn.Parameter(torch.ones(_TRIED_NUMEL, device="cpu"))
@@ -103,12 +103,12 @@ def _check_keys(optimizer: torch.optim.Optimizer) -> None:
     if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps state[{others[0]!r}], which belongs to no parameter: each piece of a "
-            f"shard has an optimizer of its own, and checkpoints have the state of parameters. Keep it in param_groups"
+            f"shard has its own optimizer, and checkpoints hold only the state of parameters. Keep it in param_groups"
         )
 
 
 def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: torch.Tensor) -> None:
-    """Raises ConfigError unless each entry of `state` has the shape of `piece`, or is one value for all of it."""
+    """Raises ConfigError unless each entry of `state` has the shape of `piece`, or is a single value."""
     for name, value in state.items():
         found = local_of(value) if isinstance(value, torch.Tensor) else value
         plain = type(found) in (torch.Tensor, nn.Parameter) and found.layout is torch.strided
@@ -117,16 +117,16 @@ def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any], piece: t
         form = f"a {found.dtype} tensor of shape {tuple(found.shape)}" if plain else f"a {type(found).__name__}"
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {name!r}, {form}, for {piece.numel()} elements of a parameter: only "
-            f"plain tensors with a value for each element can be cut between ranks and saved. Use {_INSTEAD}; or "
-            f"em.Plan.offload, which has fp32 moments in host memory or, with disk_chunks, on disk"
+            f"plain tensors with a value for each element can be sharded and saved. Use {_INSTEAD}; or "
+            f"em.Plan.offload, which keeps fp32 moments in host memory or, with disk_chunks, on disk"
         )
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether an optimizer of each half of a small matrix, flattened, does what one of the whole does.
+    """Whether two optimizers on the flattened halves of a small matrix do the same as one on the whole matrix.
 
-    Its options tell too: one number that follows from all parameters, as Prodigy's `d`, changes with what they are.
-    Raises ConfigError if the steps are elementwise and one of its `MODES` is not.
+    Their options must agree too: a number computed from all parameters, such as Prodigy's `d`, would differ. Raises
+    ConfigError if the steps are elementwise and one of the optimizer's `MODES` is not.
     """
     draw = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*shape, generator=draw, device="cpu") for shape in ((4, 6), (3, 4, 6)))
@@ -142,32 +142,32 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 
     if not alike():
         return False
-    for mode in reversed(modes_of(optimizer)):  # they are in training
+    for mode in reversed(modes_of(optimizer)):  # the copies are in training mode
         before = dict(vars(one))
         for twin in (one, *two):
             _call(twin, mode)
         if changed := [name for name, value in vars(one).items() if before.get(name) is not value]:
             raise ConfigError(
-                f"{type(optimizer).__name__}.{mode}() changes the optimizer's attributes {changed}, which no "
-                f"checkpoint has: keep its mode in param_groups"
+                f"{type(optimizer).__name__}.{mode}() changes the optimizer's attributes {changed}, which "
+                f"checkpoints do not hold: keep its mode in param_groups"
             )
         if not alike():
             raise ConfigError(
                 f"{type(optimizer).__name__}.{mode}() looks at whole tensors or at all parameters together, but a rank "
-                f"holds only flat pieces: change each element by itself, or use another optimizer, as AdamW"
+                f"holds only flat pieces: change each element by itself, or use another optimizer, such as AdamW"
             )
     return True
 
 
 def modes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Those of the `MODES` that the optimizer has."""
+    """Lists the `MODES` that the optimizer has."""
     return [mode for mode in MODES if callable(getattr(type(optimizer), mode, None))]
 
 
 def changes(optimizer: torch.optim.Optimizer, mode: str) -> bool:
-    """Whether that one of the `MODES` would change anything now, as tried on a small tensor of each group.
+    """Whether calling `mode`, one of the `MODES`, would change anything now; tried on a small tensor per group.
 
-    A Trainer calls `train` before each micro-batch.
+    A Trainer calls `train` before each micro-batch, mostly without effect.
     """
 
     def seen(twin: torch.optim.Optimizer, piece: nn.Parameter) -> str:
@@ -186,14 +186,14 @@ def changes(optimizer: torch.optim.Optimizer, mode: str) -> bool:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> str:
-    """The options of the first group, as they are written."""
+    """Formats the options of the first group."""
     return repr({name: value for name, value in optimizer.param_groups[0].items() if name != "params"})
 
 
 def _tried(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter, gradients: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """A copy of the optimizer that has updated `piece` with each of `gradients`, in training; compiles nothing."""
+    """Returns a copy of the optimizer in training mode that has updated `piece` with each of `gradients`."""
     twin = like(optimizer, [(piece, _state_alike(optimizer, group, piece))], group)
     if "train" in modes_of(optimizer):
         _call(twin, "train")
@@ -204,19 +204,19 @@ def _tried(
 
 
 def _call(twin: torch.optim.Optimizer, method: str) -> None:
-    """Calls a method of a copy that is tried. Raises ConfigError if that fails."""
+    """Calls a method of a copy, without torch.compile. Raises ConfigError if that fails."""
     try:
         with torch.compiler.set_stance("force_eager"):
             getattr(twin, method)()
     except Exception as error:
         raise ConfigError(
-            f"{type(twin).__name__} could not be tried on a small tensor, to see whether {method}() treats each "
-            f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, as AdamW"
+            f"{type(twin).__name__}.{method}() failed on a small tensor, on which em.wrap checks that it treats each "
+            f"element by itself: {type(error).__name__}: {error}; use an optimizer of torch.optim, such as AdamW"
         ) from error
 
 
 def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: nn.Parameter) -> dict[str, Any]:
-    """The state that the constructor gave the group's first parameter with elements, in the shape of `piece`."""
+    """Returns the state that the constructor gave the group's first non-empty parameter, in the shape of `piece`."""
     first = next((p for p in group["params"] if p.numel()), piece)
     return {
         name: torch.full_like(piece, value.flatten()[0].item()) if is_cut(name, value, first.shape) else copy(value)
@@ -225,15 +225,15 @@ def _state_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece:
 
 
 def is_cut(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a value that an optimizer keeps for a parameter of `shape` has an element for each of the parameter's.
+    """Whether a value that an optimizer keeps for a parameter of `shape` has one element per element of the parameter.
 
-    A 0-dim value of a 0-dim parameter does, but for the number of steps, which torch keeps as a 0-dim tensor.
+    A 0-dim value of a 0-dim parameter counts, except for the number of steps, which torch keeps as a 0-dim tensor.
     """
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or name != "step")
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `AdamUpdate` does what this optimizer does."""
+    """Whether `AdamUpdate` computes the same as this optimizer."""
     plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return plain and not any(group["amsgrad"] for group in optimizer.param_groups)
 
@@ -241,9 +241,9 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 def like(
     inner: torch.optim.Optimizer, pieces: list[tuple[nn.Parameter, dict[str, Any]]], group: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings on other parameters, made without a call of its constructor."""
+    """Returns an optimizer of the same class and settings on other parameters, without calling its constructor."""
     twin = object.__new__(type(inner))
-    # An LR scheduler has put a `step` of its own on the optimizer.
+    # An LR scheduler may have replaced `step` on the instance.
     twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
     twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})

@@ -1,7 +1,7 @@
 """The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
-Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Changes
-no weight. The all-reduce also tells ranks that are at different places in training, clip differently or have different
+Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Never
+changes a weight. The all-reduce also detects ranks that are at different steps, clip differently or have different
 options, by the bits of a number or a checksum.
 """
 
@@ -35,9 +35,9 @@ Options = list[dict[str, object]]
 """The numbers in each of the `param_groups`."""
 
 _BITS = 32
-"""Bits of a number that is the same on all ranks."""
-_OF_MEMBERS = {"params", "param_names"}
-"""What a param_group has beside options."""
+"""Bits of a number that all ranks compare."""
+_NOT_OPTIONS = {"params", "param_names"}
+"""The keys of a param_group that are not options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +47,9 @@ class Chosen:
     parameters: Set[nn.Parameter]
     """The trainable ones."""
     whole: bool
-    """They are all trainable ones of the model, and nothing else was given."""
+    """Whether they are exactly the trainable parameters of the model."""
     error: UsageError | None = None
-    """What is wrong with those given."""
+    """The error for parameters that are not the model's."""
 
     def check(self) -> None:
         """Raises the error, if there is one."""
@@ -71,14 +71,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """The sums of what all ranks know before an update."""
+    """The sums over all ranks before an update."""
 
     squares: float
-    """Of the norm; 0 if it is summed on the device."""
+    """The squared norm; 0 if it is summed on the device."""
     begun: int
-    """See `Facts.begun`."""
+    """`Facts.begun`."""
     used: set[nn.Parameter]
-    """See `Facts.used`."""
+    """`Facts.used`."""
 
 
 class StepDecision:
@@ -95,8 +95,8 @@ class StepDecision:
         on_device: Communicator | None,
         early: EarlyUpdates | None = None,
     ) -> None:
-        """`chunks` are the trainable ones, and `routers` forget their counts with given up gradients; `on_device` sums
-        the norm there, so that the host need not know it.
+        """`chunks` are the trainable ones. `routers` forget their counts when gradients are dropped. `on_device` sums
+        the norm on the device, so that the host does not wait for it.
         """
         self._inner = inner
         self._routers = routers
@@ -113,9 +113,9 @@ class StepDecision:
         self.loss_scale = LossScale() if half else None
         self._on_device = on_device
         self._asked: list[str] = []
-        """The clippings that the facts of all ranks do not include yet: all ranks ask for the same."""
+        """The clippings that the facts do not include yet; all ranks must request the same ones."""
         self.stepped: Options = []
-        """The options of the last step, which may have changed since the ranks agreed, as when they had clipped."""
+        """The options of the last step, which may have changed after the ranks agreed, for example in clipping."""
         self._forget()
 
     def _forget(self) -> None:
@@ -126,7 +126,7 @@ class StepDecision:
         self._scaled = False
 
     def forget_gradients(self) -> None:
-        """Forgets the gradients and facts of a step that is over or given up."""
+        """Forgets the gradients and facts of a step that has ended or was given up."""
         reductions = self._scheduler.reductions
         reductions.clear()
         if reductions.used:  # else the forward whose tokens have been counted may still await its backward
@@ -136,11 +136,11 @@ class StepDecision:
         self._forget()
 
     def note_options(self) -> None:
-        """Called when `step` begins to write: the next agreement compares its options too."""
+        """Notes the options when `step` begins to write; the next agreement compares them."""
         self.stepped = self._options()
 
     def forget_options(self) -> None:
-        """Called when a load replaces what the last step has made."""
+        """Forgets the options of the last step, when a load replaces its result."""
         self.stepped = []
 
     def compare_stepped(self, everyone: Sequence[Options]) -> None:
@@ -154,7 +154,7 @@ class StepDecision:
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale."""
+        """Multiplies `loss` by the loss scale."""
         self._scaled = True
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
@@ -182,19 +182,19 @@ class StepDecision:
         total = self._squares(chosen.parameters).sum().reshape(1)
         self._groups.sum_over_stages(total)
         norm = math.sqrt(total.item())
-        if math.isfinite(norm):  # `step` refuses another one, so there is nothing to clip
+        if math.isfinite(norm):  # otherwise `step` raises, so there is nothing to clip
             factor = min(1.0, limit / (norm + 1e-6))
             self._change(chosen.parameters, limit, lambda _, part: part.mul_(factor))
         return norm
 
     def clip_values(self, limit: float, chosen: Chosen) -> None:
-        """Clamps the parameters' gradients so that the next update sees none beyond `limit`; overflowed ones stay.
+        """Clamps the parameters' gradients to `limit`, as the next update sees them; skips gradients that overflowed.
 
         Collective.
         """
         self._phase.require(INTACT, "optimizer.clip_grad_value_()")
         self._agree("clip_grad_value_", limit, chosen)
-        if not math.isfinite(self.facts().norm):  # the host waits here, wherever the norm is
+        if not math.isfinite(self.facts().norm):  # the host waits here, even if the norm is on the device
             return
 
         def clamp(scale: float, part: torch.Tensor) -> None:
@@ -204,9 +204,9 @@ class StepDecision:
         self._change(chosen.parameters, limit, clamp)
 
     def _agree(self, method: str, limit: float, chosen: Chosen) -> None:
-        """Agrees with all ranks on what is clipped, in the all-reduce of the norm if it is still to come. Collective.
+        """Agrees with all ranks on the clipping, in the all-reduce of the norm if that is still to come. Collective.
 
-        Raises UsageError if ranks ask for different clippings, or for one that is wrong.
+        Raises UsageError if ranks request different clippings, or an invalid one.
         """
         names = (
             "" if chosen.whole else f", {[self._hooks.name_of(p) for p in self._parameters if p in chosen.parameters]}"
@@ -219,26 +219,26 @@ class StepDecision:
     def _change(
         self, parameters: Set[nn.Parameter], limit: float, change: Callable[[float, torch.Tensor], object]
     ) -> None:
-        """Calls `change` on gradients, each with its factor in the update, to clip them to `limit`. Collective."""
+        """Calls ``change(factor in the update, gradient)`` on gradients, to clip them to `limit`. Collective."""
         now = CLIPPED if limit < math.inf else self._phase.now
         self._phase.drop_gradients("a clipping stopped halfway")
         for chunk in self._chunks:
             ranges = [(p.start, p.stop) for parameter, p in _pieces(chunk) if parameter in parameters and p.numel]
             if chunk.shard.has_gradient and ranges:
                 chunk.shard.change_gradient(ranges, partial(change, float(self.gradient_scale(chunk))))
-        self._facts = None  # the norm is another
+        self._facts = None  # the norm has changed
         self._phase.move(now)
         self.facts()
 
     def norms(self) -> dict[str, float]:
-        """The norm of each parameter's gradient, by name, as the next update sees it. Collective."""
+        """Returns {name: norm of the parameter's gradient as the next update sees it}. Collective."""
         self._phase.require(INTACT, "optimizer.grad_norms()")
         used = self.facts().used
         found = zip(self._parameters, self._squares(used).sqrt().tolist(), strict=True)
         return {self._hooks.name_of(p): norm for p, norm in found if p in used}
 
     def _squares(self, wanted: Set[nn.Parameter]) -> torch.Tensor:
-        """The sum of squares of each parameter's gradient as the next update sees it, 0 for others. Collective.
+        """Sums the squares of each wanted parameter's gradient as the next update sees it; 0 for others. Collective.
 
         Raises UsageError if ranks want different parameters.
         """
@@ -264,11 +264,11 @@ class StepDecision:
         return squares[0]
 
     def gradient_scale(self, chunk: Chunk) -> float | torch.Tensor:
-        """The factor on a summed gradient in the update."""
+        """The factor that the update applies to a summed gradient."""
         return self._unscale(chunk) * self._clip
 
     def facts(self) -> Facts:
-        """The facts on which ranks agree; found again after new reductions. Collective."""
+        """Returns the facts on which ranks agree; asks all ranks again after new reductions. Collective."""
         if self._facts is not None and self._counted == self._scheduler.reductions.issued:
             return self._facts
         if self.loss_scale is not None and self._scheduler.reductions.used and not self._scaled:
@@ -278,18 +278,18 @@ class StepDecision:
         self._counted = self._scheduler.reductions.issued
         mine = self._squares_here()
         self._scheduler.fetch_after_compute()
-        if self._on_device is not None and self.loss_scale is None:  # a loss scale must know of an overflow
+        if self._on_device is not None and self.loss_scale is None:  # with a loss scale, the host checks for overflow
             norm, answer = self._sum_on_device(mine, self._on_device), self._ask(0.0, begun)
         else:
             answer = self._ask(float(mine), begun)
             norm = answer.squares**0.5
         if not answer.begun and not math.isfinite(answer.squares):
-            self._phase.early.clear()  # no update has begun, so `step` can be given up and forward may run again
+            self._phase.early.clear()  # no update has begun: the step can be given up, and forward may run again
         self._facts = Facts(norm=norm, used=answer.used, begun=answer.begun)
         return self._facts
 
     def _squares_here(self) -> float | torch.Tensor:
-        """This rank's part of the squared norm: a chunk that k ranks hold counts 1/k on each of them."""
+        """Returns this rank's part of the squared norm; a chunk that k ranks hold counts 1/k on each of them."""
         mine: float | torch.Tensor = 0.0
         for chunk in self._chunks:
             if chunk.shard.has_gradient:
@@ -298,9 +298,9 @@ class StepDecision:
         return mine
 
     def _ask(self, squares: float, begun: int) -> _Answer:
-        """Sums over all ranks what each knows. Collective.
+        """Sums the facts of all ranks. Collective.
 
-        Raises, on all ranks, what `_refuse_different` and `_refuse_unseen_writes` say, or OutOfStepError.
+        Raises, on all ranks, the errors of `_refuse_different` and `_refuse_unseen_writes`, or OutOfStepError.
         """
         asked, self._asked = "; ".join(self._asked), []
         steps, backwards = self._phase.place
@@ -309,7 +309,7 @@ class StepDecision:
         unseen = self._scheduler.writes.unseen() is not None
         used_here = [slot in self._scheduler.reductions.used for slot in self._slots]
         for_all: list[Sequence[float]] = [[squares], [begun], [0.0], _bits(steps)]
-        for_peers: list[Sequence[float]] = [_bits(alike), [unseen], used_here]  # of one pipeline stage
+        for_peers: list[Sequence[float]] = [_bits(alike), [unseen], used_here]  # within a pipeline stage
         sizes = [len(numbers) for numbers in (*for_all, *for_peers)]
         votes = torch.tensor([*chain(*for_all, *for_peers)], dtype=torch.float64, device="cpu")
         total, begun_anywhere, refused, same_steps, same, unseen_anywhere, used = votes.split(sizes)
@@ -327,18 +327,18 @@ class StepDecision:
         if unseen_anywhere:
             self._refuse_unseen_writes()
         if refused:
-            raise UsageError("the ranks of another pipeline stage cannot take this step: the error is theirs")
+            raise UsageError("another pipeline stage refused this step: see the error of its ranks")
         everybody = {p for p, ranks in zip(self._parameters, used.tolist(), strict=True) if ranks}
         return _Answer(squares=total.item(), begun=int(begun_anywhere), used=everybody)
 
     def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
-        """The square root of the sum of `mine` over all ranks, on the device."""
+        """Returns the square root of the sum of `mine` over all ranks, on the device."""
         squares = torch.zeros((), dtype=torch.float64, device=self._chunks[0].device) + mine
         communicator.all_reduce(squares, lambda *_: None, of="the gradient norm").wait()
         return squares.sqrt()
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
+        """Lists the parameters whose gradients are not finite in this rank's shards, in packing order."""
         names = []
         for chunk in self._chunks:
             if chunk.shard.has_gradient and (self._early is None or chunk not in self._early):
@@ -348,22 +348,22 @@ class StepDecision:
         return names
 
     def blame(self, facts: Facts) -> str:
-        """The error message for a norm that is not finite, with parameters from this rank's shards."""
+        """Returns the error message for a norm that is not finite, with parameters from this rank's shards."""
         found = ", ".join(self.not_finite()[:8]) or "none in this rank's shards"
-        remedy = "The weights are as before: zero_grad() and go on with another batch or a smaller rate"
+        remedy = "The weights are unchanged: call zero_grad() and continue with another batch or a smaller rate"
         if facts.begun:
             remedy = (
-                f"{facts.begun} chunks were updated in backward already, and others will not be: go on from a "
-                f"checkpoint (em.load), without optimizer.update_in_backward() or at a smaller rate"
+                f"{facts.begun} chunks were updated in backward already, and others will not be: continue from a "
+                f"checkpoint (em.load), without optimizer.update_in_backward() or with a smaller rate"
             )
         return f"the global gradient norm is {float(facts.norm)}; gradients that are not finite: {found}. {remedy}"
 
     def _unscale(self, chunk: Chunk) -> float:
-        """The factor that turns a summed gradient into that of the unscaled mean loss."""
+        """The factor that converts a summed gradient to the gradient of the unscaled mean loss."""
         return 1.0 / chunk.spec.key.divisor / (self.loss_scale.scale if self.loss_scale else 1.0)
 
     def _refuse_unseen_writes(self) -> None:
-        """Raises UsageError on all ranks: a module has written a parameter through ``.data``. Collective."""
+        """Raises UsageError on all ranks for a parameter that a module has written through ``.data``. Collective."""
         names = gathered(self._scheduler.writes.unseen(), self._groups.peers_group)
         name = next(name for name in names if name is not None)
         raise UsageError(
@@ -372,12 +372,12 @@ class StepDecision:
         )
 
     def _options(self) -> Options:
-        """The numbers in the optimizer's `param_groups`, but for those on a GPU, for which the host would wait."""
-        groups = [{n: v for n, v in group.items() if n not in _OF_MEMBERS} for group in self._inner.param_groups]
+        """Returns the numbers in `param_groups`, except those on a GPU, for which the host would wait."""
+        groups = [{n: v for n, v in group.items() if n not in _NOT_OPTIONS} for group in self._inner.param_groups]
         return [{name: _number(value) for name, value in group.items()} for group in groups]
 
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
-        """Raises UsageError on all ranks: what they ask for is not the same; or OutOfStepError. Collective."""
+        """Raises UsageError on all ranks, which request different things, or OutOfStepError. Collective."""
         self._phase.agree(self._groups.peers_group)
         chunks = [self._scheduler.chunks[index].label for index in self._scheduler.gathers.gathered]
         everyone = gathered((asked, options, self.stepped, chunks), self._groups.peers_group)
@@ -402,7 +402,7 @@ def _by_group(everyone: Sequence[Options]) -> list[dict[str, Options]]:
 
 
 def _number(value: object) -> object:
-    """An option as plain numbers; None if it is none, or on a GPU."""
+    """Converts an option to plain numbers; None if it is not a number, or on a GPU."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     if isinstance(value, (tuple, list)):
@@ -411,7 +411,7 @@ def _number(value: object) -> object:
 
 
 def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:
-    """Each parameter of a chunk with its elements in this rank's shard."""
+    """Yields each parameter of a chunk with its elements in this rank's shard."""
     return zip(chunk.parameters, chunk.pieces, strict=True)
 
 
@@ -420,12 +420,12 @@ def _bits(number: int) -> list[int]:
 
 
 def _unanimous(bits: torch.Tensor, ranks: int) -> bool:
-    """Whether all ranks have given the same number, by the sums of its bits over them."""
+    """Whether all ranks sent the same number, given the sums of its bits over the ranks."""
     return {0, ranks}.issuperset(bits.tolist())
 
 
 def _on_host(numbers: Sequence[float | torch.Tensor]) -> torch.Tensor:
-    """The numbers as one fp64 tensor in host memory, with one wait for all that are on a GPU."""
+    """Returns the numbers as one fp64 tensor in host memory; waits once for those on a GPU."""
     there = [number for number in numbers if isinstance(number, torch.Tensor)]
     came = iter(torch.stack(there).tolist() if there else ())
     known = [next(came) if isinstance(number, torch.Tensor) else number for number in numbers]

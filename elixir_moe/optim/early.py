@@ -1,8 +1,8 @@
 """Updates that begin in backward, chunk by chunk, before `step` knows the global norm.
 
-Begins updates, which `Phase.early` keeps, and withdraws those that have not begun when `step` asks: they then go on as
-ever. Never begins the update of a shard whose gradient is not finite, of a chunk with a parameter that has no gradient
-on this rank, or of one on the device.
+Owns the start of these updates, which `Phase.early` lists, and the withdrawal of those that have not begun when `step`
+asks: `step` then makes them as usual. Never begins the update of a shard whose gradient is not finite, of a chunk with
+a parameter that has no gradient on this rank, or of a chunk on the device.
 """
 
 import math
@@ -29,11 +29,11 @@ Update = Callable[[], Sequence[Future[None]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
-    """An update that was given to the thread."""
+    """An update that was submitted to the thread."""
 
     shard: ShardState
     prepared: "Future[Update | None]"
-    """The update, when the gradient has come; None if the gradient is not finite."""
+    """The update, once the gradient has arrived; None if the gradient is not finite."""
     done: "Future[Sequence[Future[None]]]"
     """The argument of `ShardState.begin_update`."""
 
@@ -49,7 +49,7 @@ class EarlyUpdates:
         groups: list[dict[str, Any]],
         thread: ThreadPoolExecutor,
     ) -> None:
-        """`pieces` of each chunk, by index. `thread` carries out one update after the other."""
+        """`pieces` are those of each chunk, by index. `thread` runs one update after the other."""
         self._scheduler, self._update, self._pieces, self._groups = scheduler, update, pieces, groups
         self._phase = scheduler.phase
         self._thread = thread
@@ -57,7 +57,7 @@ class EarlyUpdates:
 
     @contextmanager
     def open(self, scale: Callable[[Chunk], float | torch.Tensor]) -> Iterator[None]:
-        """A context in which updates begin, with the options of its start and the `scale` of gradients."""
+        """Begins updates while open, with the options at its start and the `scale` of gradients."""
         self._options = deepcopy(self._present_options())
         self._scheduler.reductions.update_early(lambda chunk, arrived: self._begin(chunk, arrived, scale(chunk)))
         try:
@@ -66,7 +66,7 @@ class EarlyUpdates:
             self._scheduler.reductions.update_early(None)
 
     def _begin(self, chunk: Chunk, arrived: Callable[[], None], scale: float | torch.Tensor) -> None:
-        """Gives the thread an update whose gradient is there when `arrived` returns."""
+        """Submits an update whose gradient has arrived when `arrived` returns."""
         index, shard = chunk.spec.index, chunk.shard
         complete = all(
             (index, position) in self._scheduler.reductions.used for position in range(len(chunk.parameters))
@@ -91,22 +91,22 @@ class EarlyUpdates:
 
     @property
     def _begun(self) -> dict[int, _Begun]:
-        """The updates of this step that were given to the thread and not withdrawn, by chunk."""
+        """The updates of this step that were submitted and not withdrawn, by chunk."""
         return {index: one for index, one in self._phase.early.items() if one is not None}
 
     def withdraw(self) -> int:
-        """Withdraws the updates that have not begun to change anything; returns the number of the others."""
+        """Withdraws the updates that have not changed anything yet; returns the number of the others."""
         for index, one in self._begun.items():
             withdrawn = one.done.cancel()
             if withdrawn and not one.prepared.cancel():
-                one.prepared.exception()  # until it no longer reads the gradient
+                one.prepared.exception()  # waits until it no longer reads the gradient
             if withdrawn or one.prepared.result() is None:
                 self._phase.early[index] = None
                 one.shard.withdraw_update()
         return len(self._begun)
 
     def __contains__(self, chunk: Chunk) -> bool:
-        """Whether the chunk's update of this step has begun; after `withdraw`."""
+        """Whether the chunk's update of this step has begun; call `withdraw` first."""
         return self._phase.early.get(chunk.spec.index) is not None
 
     def check_options(self) -> None:
@@ -116,7 +116,7 @@ class EarlyUpdates:
         for index, (then, now) in enumerate(zip(self._options, self._present_options(), strict=True)):
             if changed := [name for name in now if name not in then or then[name] != now[name]]:
                 raise UsageError(
-                    f"param_groups[{index}] has other {changed} than when updates began in backward: expected "
+                    f"param_groups[{index}] has changed {changed} since updates began in backward: expected "
                     f"{[then.get(name) for name in changed]}, found {[now[name] for name in changed]}; set them back "
                     f"and call step(), and change them before the backward or after the step"
                 )
@@ -126,5 +126,5 @@ class EarlyUpdates:
 
 
 def _run(prepared: "Future[Update | None]") -> Sequence[Future[None]]:
-    update = prepared.result()  # it has ended: one thread runs both
+    update = prepared.result()  # has ended, since one thread runs both
     return () if update is None else update()

@@ -1,4 +1,7 @@
-"""Dynamic loss scaling for fp16 parameters."""
+"""Dynamic loss scaling for fp16 parameters.
+
+Owns the scale. Never looks at a gradient: `optimizer` reports overflows.
+"""
 
 from dataclasses import dataclass
 

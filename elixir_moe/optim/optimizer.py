@@ -1,7 +1,7 @@
 """The sharded optimizer: the user's optimizer on the master shards.
 
-Owns the methods that a user calls, and the order of a step: decide (`decision`), drop weights that become stale, update
-shard by shard (`shard_update`). Its state is read and replaced through `state`. Requests no gather.
+Owns the methods that a user calls, and the order of a step: agree (`agreement`), drop weights that become stale, update
+shard by shard (`shard_update`). Its state is read and replaced through `state`. Never requests a gather.
 
 A parameter that got no gradient on any rank is not updated, as in torch where ``grad is None``. A gradient that only
 some ranks have counts as zero on the others; where backward gathers weights again, only experts may have such gradients
@@ -42,13 +42,13 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped
 
 
 class _StateInShards(dict[Any, Any]):
-    """An empty state that refuses to be taken for the optimizer's: torch would initialize it by a step at rate 0."""
+    """An empty state that refuses every access; torch would otherwise initialize it with a step at rate 0."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UsageError(
             "a sharded optimizer's state is kept in shards, not in optimizer.state, where get_optimizer_state_dict and "
             "set_optimizer_state_dict of torch.distributed.checkpoint look for it: save model and optimizer with "
-            "em.save, load them with em.load; options are in optimizer.param_groups"
+            "em.save, and load them with em.load; options are in optimizer.param_groups"
         )
 
     __bool__ = __missing__ = _refuse
@@ -69,8 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         seed: int = 0,
     ) -> None:
-        """`on_device`: of all ranks of the model, if nothing but the norm would make the host wait for the device.
-        `seed`: of stochastic rounding.
+        """`on_device` sums the norm over all ranks of the model on the device; given only if the norm is the one thing
+        for which the host would wait. `seed` is that of stochastic rounding.
         """
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups
@@ -92,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.over_gloo):
             on_device = None
         self._update_thread = None
-        """The thread that starts updates of chunks outside the device tier, beside the next forward or in backward."""
+        """The thread that starts updates of chunks outside the device tier, during the next forward or in backward."""
         self._early: EarlyUpdates | None = None
         if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
@@ -117,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._decision.loss_scale = scale
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale; call it before `backward` with fp16 parameters. The identity otherwise."""
+        """Multiplies `loss` by the loss scale; needed before `backward` with fp16 parameters, else the identity."""
         return self._decision.scale(loss)
 
     @torch.no_grad()
@@ -128,16 +128,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The norm is that of the logical model: shards, experts and replicas of all ranks, each element once. The scaling
         happens in `step`; a backward in between is an error, whether the limit was reached or not. An infinite limit
-        clips nothing and only returns the norm, at any time. The norm is on the GPU, and nobody has waited for it, if
-        all state of Adam is there too. Collective.
+        clips nothing and only returns the norm, at any time. If all state of Adam is on the GPU, so is the norm, and
+        the host does not wait for it. Collective.
 
         Args:
             max_norm: the limit.
-            parameters: clips these parameters of the model by their own norm, and leaves the others as they are. The
-                host waits for that norm, and gradients are scaled at once, in their dtype.
+            parameters: clip only these parameters of the model, by their own norm. The host waits for that norm, and
+                gradients are scaled immediately, in their dtype.
 
         Raises:
-            UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
+            UsageError: a parameter is not the model's, or ranks pass different parameters or limits.
         """
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
         self._kept.check_last_step()
@@ -155,10 +155,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             clip_value: the limit.
-            parameters: clips the gradients of these parameters of the model alone.
+            parameters: clip only the gradients of these parameters of the model.
 
         Raises:
-            UsageError: a parameter is not the model's, or ranks give different ones, or different limits.
+            UsageError: a parameter is not the model's, or ranks pass different parameters or limits.
         """
         self._kept.check_last_step()
         chosen = self._chosen("clip_grad_value_", parameters)
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
-        """The norm of each logical parameter's gradient over all ranks, by name.
+        """Returns {name: norm of the logical parameter's gradient over all ranks}.
 
         Parameters without a gradient are left out. Call it where `step` could be called; earlier clipping is included.
         Collective.
@@ -176,22 +176,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """A context for the last backward of a step, in which updates start; for steps that clip no gradient.
+        """Starts updates in the last backward of a step that clips no gradient; a context around that backward.
 
-        An update of Adam in host memory or on disk begins when all gradients of its chunk have come home, from the
-        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. Where all state
-        is on the device, or the optimizer is no Adam, the context does nothing.
+        An update of Adam in host memory or on disk begins when all gradients of its chunk are in its shard, from the
+        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. If all state is
+        on the device, or the optimizer is not Adam, the context does nothing.
 
         Until `step`, another backward, clipping, `grad_norms`, a change of `param_groups`, `zero_grad`, `em.save`, a
         write to an updated chunk and its gather are errors. If the backward fails, or the norm is not finite after
-        updates have begun, the run must go on from a checkpoint (`em.load`). Collective, as backward and `step` are.
+        updates have begun, the run must continue from a checkpoint (`em.load`). Collective, as backward and `step` are.
 
         Raises:
             UsageError: fp16 with a loss scale; gradients were clipped or lost; or the cases of `step`.
         """
         if self.loss_scale is not None:
             raise UsageError(
-                "optimizer.update_in_backward() with a loss scale: an overflow must be known before any update. "
+                "optimizer.update_in_backward() with a loss scale: an overflow must be detected before any update. "
                 "Train in bf16, or leave the context out"
             )
         self._kept.check_last_step()
@@ -205,20 +205,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates the parameters and clears the gradients. Collective.
 
         Adam's updates of chunks in host memory or on disk may still run when it returns, in the order in which the next
-        forward needs the chunks; every access to a chunk waits for its update. The result is that of updates one after
-        the other, to the bit.
+        forward needs the chunks; every access to a chunk waits for its update. The result equals that of sequential
+        updates to the bit.
 
         With fp16 parameters the update is skipped on all ranks if any gradient overflowed.
 
-        If all state of Adam is on GPUs, the host waits for nothing: the GPUs skip an update with a norm that is not
-        finite, and the next call of the optimizer, a save or a load raises the error.
+        If all state of Adam is on GPUs, the host does not wait: the GPUs skip an update whose norm is not finite, and
+        the next call of the optimizer, a save or a load raises the error.
 
         Raises:
-            UsageError: a parameter frozen in `wrap` is trainable now, a trainable one was added since, or one is
-                replaced, tied, or at another place in the model, as `apply_activation_checkpointing` puts it;
+            UsageError: a parameter that was frozen in `wrap` is trainable now, a trainable one was added since, or one
+                was replaced, tied, or moved in the model, for example by `apply_activation_checkpointing`;
                 ``parameter.grad`` was set by hand; gradients came after clipping, or some were lost.
-            ElixirError: a gradient is not finite; on all ranks alike, naming the parameters. No weight has changed,
-                unless updates have begun in backward.
+            ElixirError: a gradient is not finite; on all ranks, naming the parameters. No weight has changed, unless
+                updates have begun in backward.
         """
         loss = None
         if closure is not None:
@@ -256,14 +256,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; parameters that get no new one are not updated, whatever `set_to_none`."""
+        """Clears the gradients; parameters that get no new one are not updated, for either value of `set_to_none`."""
         self._phase.require((*WHOLE, BROKEN, CLOSED), "optimizer.zero_grad()")
         self._kept.give_up_gradients()
 
-    if not TYPE_CHECKING:  # else any name would be one of this class
+    if not TYPE_CHECKING:  # else every attribute would pass the type check
 
         def __getattr__(self, name: str) -> Any:
-            """A method that the user's optimizer has besides those of torch's: its `MODES`, and others refused."""
+            """Returns a method that only the user's optimizer has; calling one that is not in `MODES` is refused."""
             inner = self.__dict__.get("_inner")
             if name.startswith("_") or not callable(getattr(type(inner), name, None)):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -271,9 +271,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
-        """Calls `train` or `eval` of the user's optimizer on its pieces, if that changes anything. Collective.
+        """Calls `train` or `eval` of the user's optimizer on its pieces if that changes anything. Collective.
 
-        Raises UsageError if gradients wait for a step.
+        Raises UsageError if there are gradients that `step` has not used.
         """
         if not changes(self._inner, mode):
             return
@@ -298,8 +298,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _refuse_method(self, name: str, *_: Any, **__: Any) -> NoReturn:
         kind = type(self._inner).__name__
         raise UsageError(
-            f"optimizer.{name}() of {kind} after wrap: a rank holds pieces of weights and state, and only {kind}'s "
-            f"step(), train() and eval() are called on them: call {name}() before wrap, or set options in "
+            f"optimizer.{name}() of {kind} after wrap: a rank holds only pieces of weights and state, on which "
+            f"em.wrap supports {kind}'s step(), train() and eval(): call {name}() before wrap, or set options in "
             f"optimizer.param_groups"
         )
 
@@ -310,14 +310,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._phase.now is CLOSED:
             return
-        with ExitStack() as ends:  # the last one is called first, and each is called though others fail
+        with ExitStack() as ends:  # the last one is called first, and each is called even if others fail
             ends.callback(self._kept.check_last_step)
             for chunk in self._chunks:
                 ends.callback(chunk.shard.finish_update)
             for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
                 ends.callback(communicator.close)
             ends.callback(self._groups.close)
-            for file in reversed(self._files):  # threads of the first, which its end waits for, write the second
+            for file in reversed(self._files):  # closing the first waits for its threads, which write the second
                 ends.callback(file.close)
             if self._scheduler.reductions.sums is not None:
                 ends.callback(self._scheduler.reductions.sums.close)
@@ -330,18 +330,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ends.callback(self._kept.pending.result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank holds only its shards, and the plan decides how they are cut."""
+        """Raises UsageError: a rank holds only its shards, and the plan decides how they are cut."""
         raise UsageError(
-            "a sharded optimizer's state is no plain dict: save model and optimizer with em.save; its options are in "
+            "a sharded optimizer has no state_dict(): save model and optimizer with em.save; its options are in "
             "optimizer.param_groups"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused, as `state_dict` is; `wrap` refuses an optimizer that has loaded one."""
-        raise UsageError("an optimizer for em.wrap loads no state dict: save with em.save, and resume with em.load")
+        """Raises UsageError, as `state_dict` does; `wrap` also refuses an optimizer that has loaded one."""
+        raise UsageError("a sharded optimizer has no load_state_dict(): save with em.save, and resume with em.load")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is built: chunks are packed in `wrap`."""
+        """Raises UsageError once the optimizer is built: chunks are packed in `wrap`."""
         if hasattr(self, "_scheduler"):
             raise UsageError("add_param_group after wrap: add the group to the optimizer before wrapping it")
         super().add_param_group(param_group)
@@ -353,7 +353,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _chosen(self, method: str, given: Iterable[torch.Tensor] | torch.Tensor | None) -> Chosen:
-        """The trainable parameters among those given to a clipping; None gives all."""
+        """Returns the trainable parameters among those passed to a clipping; None selects all."""
         mine = set(self._parameters)
         if given is None:
             return Chosen(parameters=mine, whole=True)
@@ -361,8 +361,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         foreign, error = all_given - mine - set(self._frozen), None
         if foreign:
             error = UsageError(
-                f"optimizer.{method}(): {len(foreign)} of {len(all_given)} parameters are not those of the wrapped "
-                f"model; clip them apart, with torch.nn.utils"
+                f"optimizer.{method}(): {len(foreign)} of {len(all_given)} parameters do not belong to the wrapped "
+                f"model; clip them separately, with torch.nn.utils"
             )
         return Chosen(parameters=mine & all_given, whole=not foreign and all_given >= mine, error=error)
 
@@ -374,8 +374,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = [self._hooks.name_of(p) for p in self._parameters if p.grad is not None]
         if (name := self._scheduler.gathers.moved()) is not None:
             raise UsageError(
-                f"a forward has given parameter {name!r} other memory (parameter.data = …): copy the values into the "
-                f"parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
+                f"a forward has replaced the memory of parameter {name!r} (parameter.data = …): copy the values into "
+                f"the parameter itself under torch.no_grad(), as in self.weight.copy_(values)"
             )
         new, moved, replaced = self._hooks.changed_parameters()
         if new:
@@ -392,17 +392,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"parameters were frozen when wrapped and are trainable now: {thawed}; unfreeze before wrap"
             )
         if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
-            raise UsageError("the parameters of param_groups were changed: fix them before wrap; options may change")
+            raise UsageError("the parameters of param_groups were changed after wrap: only options may change")
         if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
-            raise UsageError("amsgrad was turned on after wrap, which has made no room for it: turn it on before")
+            raise UsageError("amsgrad was turned on after wrap, which allocated no memory for it: turn it on before")
         if own:
             raise UsageError(
-                f"parameter.grad was set by hand: {own[:8]}; only what backward brings is used: call zero_grad(), and "
-                f"add the term to the loss"
+                f"parameter.grad was set by hand: {own[:8]}; only gradients from backward are used: call zero_grad(), "
+                f"and add the term to the loss"
             )
 
     def _update_chunk(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> list[TrainedPiece]:
-        """Updates a chunk, or begins to; returns the pieces that count a step."""
+        """Updates a chunk, or begins to; returns the pieces whose steps were counted."""
         shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
         if not shard.has_gradient:
             return []
@@ -427,7 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.updated()
 
     def _in_order_of_use(self) -> list[Chunk]:
-        """Chunks in the order in which the next forward requests them; chunks that need no request come first."""
+        """Lists chunks in the order in which the next forward requests them; chunks without requests come first."""
         first: dict[int, int] = {}
         if (schedule := self._scheduler.cache.schedule) is not None:
             for entry in schedule.entries:
@@ -437,7 +437,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _limit(argument: str, given: Any) -> float:
-    """The limit of a clipping as a number. Raises ConfigError for any other value."""
+    """Converts the limit of a clipping to a float. Raises ConfigError if that fails."""
     try:
         limit = float(given)
     except (TypeError, ValueError, OverflowError):

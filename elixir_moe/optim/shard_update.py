@@ -1,9 +1,9 @@
 """The update of one shard by the user's optimizer.
 
-Owns the two ways to update the pieces of a shard. `torch.optim.Adam` and `AdamW` run in one pass over a run of pieces:
-it reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
-elementwise optimizer runs as it is, on one tensor for each piece. Adam's state may be narrower than fp32, as the
-chunk's key says: then a run is one piece, whose random bits depend on its place in the logical parameter. Never decides
+Owns the two ways to update the pieces of a shard. `torch.optim.Adam` and `AdamW` make one pass over a run of pieces: it
+reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
+elementwise optimizer runs unchanged, on one tensor per piece. Adam's state may be narrower than fp32, depending on the
+chunk's key: then a run is one piece, whose random bits depend on its place in the logical parameter. Never decides
 whether or when to update.
 """
 
@@ -44,14 +44,14 @@ from elixir_moe.runtime.chunk import Chunk
 
 @dataclass(kw_only=True, slots=True)
 class TrainedPiece:
-    """A piece of this rank's shard that is not empty, as the optimizer sees it."""
+    """A non-empty piece of this rank's shard that the optimizer updates."""
 
     parameter: nn.Parameter
     piece: Piece
     group: int
     """Index into `param_groups`."""
     name: str = ""
-    """The first name of the logical parameter, of which a tile is a part."""
+    """The first name of the logical parameter; for a tile, that of the whole parameter."""
     first: int = 0
     """The number of the piece's first element in the logical parameter."""
     steps: int = 0
@@ -65,23 +65,23 @@ class _Run:
     start: int
     stop: int
     gradient: torch.Tensor | None
-    """None if the gradient comes with master and moments."""
+    """None if the gradient is passed along with master and moments."""
     settings: dict[str, Any]
     rounding: Rounding | None = None
-    """The random bits of its elements; None if all state is fp32."""
+    """The random bits of the elements; None if all state is fp32."""
 
 
 class AdamUpdate:
-    """Adam and AdamW: flat moments beside each master shard, one pass for each run of pieces."""
+    """Adam and AdamW: flat moments for each master shard, and one pass for each run of pieces."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], seed: int) -> None:
         self._groups, self._seed = groups, seed
         self._state: dict[int, list[torch.Tensor]] = {}
         """The arrays of both moments of each chunk whose state is in memory."""
         self._counts: dict[int, torch.Tensor] = {}
-        """Numbers of steps on the GPU, for all its runs of one step of the optimizer."""
+        """{number of the step: a scalar on the GPU}, shared by all runs in one step of the optimizer."""
         self._divisors: dict[float, torch.Tensor | None] = {}
-        """As `_counts`, what gradients are divided by, by their scale."""
+        """{gradient scale: its divisor on the GPU}, shared in the same way."""
         for chunk in chunks:
             if not chunk.shard.on_disk:
                 nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
@@ -97,10 +97,10 @@ class AdamUpdate:
         skip: torch.Tensor | None = None,
         options: Sequence[Mapping[str, Any]] = (),
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """The update of a chunk with the current gradients, to be run once, on any thread.
+        """Returns the update of a chunk with the current gradients, to be run once, on any thread.
 
         `skip` as in `kernels.adam_step`; `options` of each group, or none for the current ones. The update returns the
-        work it has not finished: the update of slices on disk.
+        futures of unfinished work: updates of slices on disk.
         """
         shard = chunk.shard
         shard.finish_sum()
@@ -144,11 +144,11 @@ class AdamUpdate:
         return partial(shard.change, work, self._state.get(chunk.spec.index, ()))
 
     def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
-        """The random bits of a piece's elements from `start` on in its next update."""
+        """The random bits for a piece's elements from `start` on in its next update."""
         return Rounding.of(self._seed, trained.name, trained.steps + 1, trained.first + start)
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
-        """The state of a piece by name: flat elements, or one value for all of it."""
+        """The state of a piece by name: flat elements, or a single value."""
         numel, kept = chunk.spec.shard_numel, chunk.shard.moments(self._state.get(chunk.spec.index, ()))
         if chunk.spec.key.precision.moments == "int8":
             kept = [Coded(kept[0], kept[1], numel, signed=True), Coded(kept[2], kept[3], numel, signed=False)]
@@ -157,9 +157,9 @@ class AdamUpdate:
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """Makes room for another state with the same names; returns its flat elements, which the caller must write."""
+        """Allocates another state with the same names; returns its flat elements, which the caller must write."""
         state = self.state(chunk, trained)
-        assert state.keys() == dtypes.keys() and not values, "a state that another class of update has left"
+        assert state.keys() == dtypes.keys() and not values, "the state of another class of update"
         return state
 
     def state_bytes(self, chunk: Chunk) -> int:
@@ -167,7 +167,7 @@ class AdamUpdate:
         return sum(array.nbytes for array in self._state.get(chunk.spec.index, ()))
 
     def finish(self) -> None:
-        """Called when every chunk has had its update."""
+        """Drops the scalars of this step; call it after the update of every chunk."""
         self._counts.clear()
         self._divisors.clear()
 
@@ -190,7 +190,7 @@ def _arrays(chunk: Chunk) -> tuple[StateArray, ...]:
 
 
 def _zeros(chunk: Chunk, array: StateArray) -> torch.Tensor:
-    """Zeros for an array of a chunk; in host memory touched first by the threads that touched the weights."""
+    """Allocates zeros for an array; in host memory, the threads that first touched the weights touch it first."""
     numel, device = array.numel(chunk.spec.shard_numel), chunk.shard.storage.device
     if device.type == "cpu":
         return host_zeros(numel, array.dtype, host_threads(chunk.device), shown=False)
@@ -207,9 +207,9 @@ def _adam(
 ) -> None:
     """Updates a part of a shard: `arrays` are the weight and the moments of the elements from `first` on.
 
-    They are of these `kinds`; for a chunk wholly on disk the gradient is the last of them. Elements in `unused` get
-    their values back, which a gradient of zeros has overwritten. Where there
-    are codes, runs and parts begin where a block of them does.
+    `kinds` describes the arrays; for a chunk wholly on disk, the gradient is the last of them. Elements in `unused` get
+    their values back, which a gradient of zeros has overwritten. With int8 codes, runs and parts begin where a block of
+    codes does.
     """
     weight, *kept = arrays
     last = first + weight.numel()
@@ -221,15 +221,15 @@ def _adam(
         mine = weight[low:high]
         exp_avg, exp_avg_sq = _moments(kinds[1:], kept, low, high)
         gradient = kept[-1][low:high] if run.gradient is None else run.gradient[start - run.start : stop - run.start]
-        shown = None if compute is None else compute[start:stop]
-        sent = None if shown is None or shown.dtype in (torch.float32, mine.dtype) else shown
+        values = None if compute is None else compute[start:stop]
+        sent = None if values is None or values.dtype in (torch.float32, mine.dtype) else values
         if run.rounding is None:
             adam_step(mine, exp_avg, exp_avg_sq, gradient, sent, **run.settings)  # type: ignore[arg-type]  # no codes
         else:
             rounding = run.rounding.behind(start - run.start)
             narrow_step(mine, exp_avg, exp_avg_sq, gradient, sent, rounding, **run.settings)
-        if shown is not None and sent is None:
-            shown.copy_(mine)
+        if values is not None and sent is None:
+            values.copy_(mine)
     for start, stop in unused:
         start, stop = max(start, first), min(stop, last)
         if start < stop:
@@ -240,7 +240,7 @@ def _adam(
 def _moments(
     kinds: Sequence[StateArray], arrays: Sequence[torch.Tensor], start: int, stop: int
 ) -> tuple[Moment, Moment]:
-    """The elements `start` to `stop` of both moments, whose `arrays` come first and are of these `kinds`."""
+    """Returns elements `start` to `stop` of both moments, which are the first of `arrays`, described by `kinds`."""
     cut = [array[start // kind.block : -(-stop // kind.block)] for kind, array in zip(kinds, arrays, strict=False)]
     return (cut[0], cut[1]) if len(cut) == 2 else ((cut[0], cut[1]), (cut[2], cut[3]))
 
@@ -257,9 +257,9 @@ class ElementwiseUpdate:
     ) -> None:
         self._inner, self._groups = inner, groups
         self._changes: dict[int, dict[str, Any]] = {}
-        """Options that the optimizer has changed in this step, of each group that has run."""
+        """{group that has run: options that the optimizer has changed in this step}."""
         self._views: dict[int, nn.Parameter] = {}
-        """The master's elements of each piece, by the piece's id."""
+        """{id of a piece: its elements in the master shard}."""
         self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
         for chunk, mine in zip(chunks, pieces, strict=True):
             assert chunk.shard.master is not None
@@ -278,8 +278,8 @@ class ElementwiseUpdate:
         scale: float | torch.Tensor,
         skip: torch.Tensor | None = None,
     ) -> "Callable[[], Sequence[Future[None]]]":
-        """As `AdamUpdate.prepare`, but to be run on the caller's thread at once; nothing is skipped."""
-        assert skip is None, "an optimizer of any class knows no skipping"
+        """Returns the update like `AdamUpdate.prepare`, to be run immediately on the caller's thread; never skips."""
+        assert skip is None, "only Adam's update can be skipped on the device"
         return partial(_at_once, partial(self._run, chunk, pieces, used, scale))
 
     def _run(
@@ -297,20 +297,20 @@ class ElementwiseUpdate:
         _show(shard)
 
     def check_mode(self) -> None:
-        """Raises what the optimizer's step raises in the mode of evaluation, before it changes a weight."""
+        """Raises the error of the optimizer's step in evaluation mode, before it changes a weight."""
         if modes_of(self._inner):
             for group in self._groups:
-                _of_nothing(self._inner, group).step()
+                _without_gradients(self._inner, group).step()
 
     def switch(self, mode: str, chunks: Sequence[Chunk]) -> None:
         """Calls one of the optimizer's `MODES` on all pieces; `finish` must follow."""
         for (_, index), optimizer in self._optimizers.items():
             self._run_group(index, optimizer, mode)
         for chunk in chunks:
-            _show(chunk.shard)
+            _copy_master(chunk.shard)
 
     def _run_group(self, index: int, optimizer: torch.optim.Optimizer, method: str = "step") -> None:
-        """Calls a method of one of the group's optimizers with the group's options, and notes those that it changes."""
+        """Calls a method of one of the group's optimizers with the group's options, and notes the ones it changes."""
         options = {name: value for name, value in self._groups[index].items() if name != "params"}
         optimizer.param_groups[0].update(options)
         getattr(optimizer, method)()
@@ -318,25 +318,25 @@ class ElementwiseUpdate:
         self._changes.setdefault(index, {}).update(changed)
 
     def state_bytes(self, chunk: Chunk) -> int:
-        """As `AdamUpdate.state_bytes`."""
+        """Bytes in memory of a chunk's state."""
         optimizers = [optimizer for (index, _), optimizer in self._optimizers.items() if index == chunk.spec.index]
         values = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     def finish(self, method: str = "step") -> None:
-        """As `AdamUpdate.finish`; gives the user's groups the options that `method` has changed (counters, a mode).
+        """Copies the options that `method` has changed (counters, a mode) to the user's groups, after all updates.
 
-        A group that has nothing to update on this rank counts its steps as on the others.
+        A group that has nothing to update on this rank counts its steps as on the other ranks.
         """
         for index, group in enumerate(self._groups):
             if index not in self._changes:
-                self._run_group(index, _of_nothing(self._inner, group), method)
+                self._run_group(index, _without_gradients(self._inner, group), method)
         for index, changed in self._changes.items():
             self._groups[index].update(changed)
         self._changes.clear()
 
     def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
-        """As `AdamUpdate.state`, with the names of the user's optimizer; most have none before the first step."""
+        """The state of a piece by the names of the user's optimizer; mostly empty before the first step."""
         optimizer, view = self._optimizers[chunk.spec.index, trained.group], self._views[id(trained)]
         state = optimizer.state.get(view, {})
         check_kept(optimizer, state, view)
@@ -346,15 +346,15 @@ class ElementwiseUpdate:
     def replace_state(
         self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """As `AdamUpdate.replace_state`, with any names."""
+        """Allocates another state with any names; returns its flat elements, which the caller must write."""
         view = self._views[id(trained)]
         tensors = {name: torch.empty_like(view, dtype=dtype) for name, dtype in dtypes.items()}
         self._optimizers[chunk.spec.index, trained.group].state[view] = {**tensors, **values}
         return {name: chunk.shard.elements_of(tensor) for name, tensor in tensors.items()}
 
 
-def _of_nothing(inner: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer like the user's that finds no gradient."""
+def _without_gradients(inner: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer like the user's whose only parameter has no gradient."""
     return like(inner, [(nn.Parameter(torch.empty(0, device="cpu")), {})], group)
 
 
@@ -366,13 +366,13 @@ def _show(shard: ShardState) -> None:
 
 
 def _at_once(work: Callable[[], None]) -> tuple[()]:
-    """Does the work and leaves none unfinished."""
+    """Does the work, and returns no futures."""
     work()
     return ()
 
 
 def _cut_state(state: dict[str, Any], trained: TrainedPiece) -> dict[str, Any]:
-    """The piece's part of the state that the constructor set (Adagrad's sums)."""
+    """Returns the piece's part of the state that the constructor has set (Adagrad's sums)."""
     cut = {}
     shape = local_of(trained.parameter).shape
     for name, value in state.items():
@@ -390,7 +390,7 @@ def update_for(
     groups: list[dict[str, Any]],
     seed: int,
 ) -> AdamUpdate | ElementwiseUpdate:
-    """The update for the user's optimizer; `seed` is that of stochastic rounding."""
+    """Returns the update for the user's optimizer; `seed` is that of stochastic rounding."""
     if is_adam(inner):
         return AdamUpdate(chunks, groups, seed)
     return ElementwiseUpdate(inner, pieces, chunks, groups)
@@ -399,7 +399,7 @@ def update_for(
 def trained_pieces(
     chunks: Sequence[Chunk], groups: list[dict[str, Any]], name_of: Callable[[nn.Parameter], str]
 ) -> list[list[TrainedPiece]]:
-    """The pieces of each chunk's shard on this rank that the optimizer updates, in order."""
+    """Lists the pieces of each chunk's shard on this rank that the optimizer updates, in order."""
     group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
     return [
         [
@@ -418,13 +418,13 @@ def trained_pieces(
 
 
 def _first_of(parameter: nn.Parameter, shape: tuple[int, ...]) -> int:
-    """The number of the first element of this rank's slice, of `shape`, in the logical parameter.
+    """Returns the number of the first element of this rank's slice, of `shape`, in the logical parameter.
 
-    The elements behind it have the next numbers, also where the slice is cut on another dim than the first and has
-    others between: their random bits depend on the degree of that cut, as the order of sums in its products does.
+    The elements after it get the next numbers, even if the slice is cut on another dim than the first, so that other
+    elements lie between them: their random bits then depend on the degree of that cut, as the order of sums does.
     """
     pattern, tile, before = pattern_of(parameter) or UNCUT, tile_of(parameter), 0
-    if tile is not None:  # its rows are consecutive elements of the whole slice
+    if tile is not None:  # the rows of a tile are consecutive elements of the whole slice
         before, shape = tile.start * math.prod(shape[1:]), whole_shape(parameter)
     grid = pattern.grid_shape(shape)
     strides = [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
@@ -432,7 +432,7 @@ def _first_of(parameter: nn.Parameter, shape: tuple[int, ...]) -> int:
 
 
 def _runs(pieces: list[TrainedPiece], used: set[nn.Parameter]) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, steps): adjacent used pieces with the same settings as one; gaps stay zeros."""
+    """Yields (start, stop, group, steps) of adjacent used pieces with the same settings; gaps stay zeros."""
     for alike, run in groupby(pieces, key=lambda p: (p.parameter in used, p.group, p.steps)):
         members = [one.piece for one in run]
         if alike[0]:

@@ -1,7 +1,7 @@
 """The state of an optimizer, parameter by parameter, for code that saves, loads and moves it.
 
-Owns the map from a parameter to its piece of a shard and the state of that piece, the save that is under way, and the
-update of whose success the host does not know yet. Updates nothing.
+Owns the map from a parameter to its piece of a shard and the state of that piece, the save in progress, and the last
+update if the host does not know yet whether it succeeded. Never updates a weight.
 """
 
 import math
@@ -27,7 +27,7 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
 
 class Pending(Protocol):
-    """Work that runs beside training, such as an asynchronous save."""
+    """Work that runs in the background of training, such as an asynchronous save."""
 
     def result(self) -> Any:
         """Blocks until the work is done; raises its error. Collective."""
@@ -35,12 +35,12 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """An update of whose success the host does not know yet."""
+    """An update of which the host does not know yet whether the GPUs skipped it."""
 
     norm: Callable[[], Any]
     """Waits for the norm, and returns it."""
     pieces: list[TrainedPiece]
-    """The pieces that have counted the step."""
+    """The pieces that counted the step."""
 
 
 class OptimizerState:
@@ -62,40 +62,40 @@ class OptimizerState:
         self._phase = scheduler.phase
         self._place_of = {p.parameter: (chunk, p) for chunk in chunks for p in pieces[chunk.spec.index]}
         self.kind = f"{type(inner).__name__}, {type(update).__name__}"
-        """Optimizers of one kind have states with the same names."""
+        """Optimizers of the same kind have states with the same names."""
         self.keeps_always_the_same = isinstance(update, AdamUpdate)
-        """The state has the same names before and after the first step."""
+        """Whether the state has the same names before and after the first step."""
         self.last_step: LastStep | None = None
         self.pending: Pending | None = None
         """The work that `ShardedOptimizer.close` waits for."""
 
     def bytes_of(self, chunk: Chunk) -> int:
-        """Bytes in memory of the state kept for a chunk beside its shard."""
+        """Bytes in memory of the state kept for a chunk in addition to its shard."""
         return self._update.state_bytes(chunk)
 
     def piece_of(self, parameter: nn.Parameter) -> TrainedPiece | None:
-        """The piece of a trainable parameter in this rank's shards; None if none does."""
+        """The piece of a trainable parameter in this rank's shards; None if there is none."""
         return self._place_of[parameter][1] if parameter in self._place_of else None
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of `piece_of(parameter)` by name: flat `Elements`, or one value for all of it."""
+        """The state of `piece_of(parameter)` by name: flat `Elements`, or a single value."""
         return self._update.state(*self._place_of[parameter])
 
     def replace(
         self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
-        """Makes room for another state of the same `kind`; returns its flat elements, which the caller must write."""
+        """Allocates another state of the same `kind`; returns its flat elements, which the caller must write."""
         return self._update.replace_state(*self._place_of[parameter], dtypes, values)
 
     def check_last_step(self) -> None:
-        """Raises ElixirError, on all ranks, if the GPUs have skipped the last update; waits for its norm alone."""
+        """Raises ElixirError, on all ranks, if the GPUs skipped the last update; waits only for its norm."""
         last, self.last_step = self.last_step, None
         if last is not None and not math.isfinite(norm := last.norm()):
             for piece in last.pieces:
                 piece.steps -= 1
             raise ElixirError(
-                f"the global gradient norm of the last step was {norm}; that step has changed no weight: zero_grad() "
-                f"and go on with another batch or a smaller rate"
+                f"the global gradient norm of the last step was {norm}; that step changed no weight: call zero_grad() "
+                f"and continue with another batch or a smaller rate"
             )
 
     @property
@@ -104,11 +104,11 @@ class OptimizerState:
         return self._decision.stepped
 
     def compare_stepped(self, everyone: Sequence[Options]) -> None:
-        """Raises UsageError unless all peers, in rank order, have made the last step with the same options."""
+        """Raises UsageError unless all peers, in rank order, made the last step with the same options."""
         self._decision.compare_stepped(everyone)
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters whose gradients are not finite in this rank's shards, in packing order."""
+        """Lists the parameters whose gradients are not finite in this rank's shards, in packing order."""
         return self._decision.not_finite()
 
     def give_up_gradients(self) -> None:
@@ -125,7 +125,7 @@ class OptimizerState:
     def drop_process_groups(self, control: Callable[[], dist.ProcessGroup]) -> None:
         """Drops all process groups in the middle of a step. The shards can still be saved, over `control`.
 
-        Raises UsageError if updates have begun in backward: the shards are not of one step.
+        Raises UsageError if updates have begun in backward: the shards then belong to different steps.
         """
         self._phase.leave_groups()
         self._phase.require(WHOLE, "drop_process_groups()")
@@ -139,9 +139,9 @@ class OptimizerState:
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
-        """A context in which shards may be written; gradients and a failed step are given up, and nothing is gathered.
+        """Allows writing the shards while open; drops gradients, a failed step and gathered weights.
 
-        If it does not end as it should, nothing but another one is possible.
+        If it fails, only another `rewriting` is possible.
         """
         self._phase.require(OPEN, "em.load()")
         self._phase.write("an em.load()")

@@ -189,7 +189,7 @@ def test_a_text_without_a_unit_is_asked_back(size: str) -> None:
     "size", [-1, 1.5, True, "much", "1 GiB 2", "-3 MiB", "1e3 MiB", "GiB", b"1 B", [], "9" * 400 + " GiB"]
 )
 def test_what_is_no_size(size: Any) -> None:
-    with pytest.raises(em.PlanError, match="expected bytes, or a text"):
+    with pytest.raises(em.PlanError, match="expected bytes"):
         em.Plan.offload(device=size)
 
 

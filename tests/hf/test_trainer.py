@@ -218,7 +218,7 @@ def test_settings_that_fight_the_plan_are_refused(
     ranks: Ranks, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     (said,) = ranks(1).run(refused, settings, str(tmp_path))
-    assert message in said and ("leave" in said or "use an elementwise one" in said)
+    assert message in said and ("leave" in said or "use an elementwise optimizer" in said)
 
 
 def made(folder: str, ours: bool, given: dict[str, Any] | None = None, **settings: Any) -> Any:

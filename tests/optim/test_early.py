@@ -191,7 +191,7 @@ def _try_what_is_refused(model: Net, optimizer: ShardedOptimizer, folder: str) -
         raised(call, name, "between a backward in optimizer.update_in_backward() and optimizer.step()")
     raised(lambda: em.save(folder, model, optimizer), "gradients wait for a step")
     optimizer.param_groups[1]["lr"] = 1.0
-    raised(optimizer.step, "param_groups[1] has other ['lr']", "[0.003]", "[1.0]")
+    raised(optimizer.step, "param_groups[1]", "lr", "[0.003]", "[1.0]")
     optimizer.param_groups[1]["lr"] = 3e-3
 
 
@@ -254,7 +254,7 @@ def part_before_any_update() -> str:
 
 def test_rates_that_part_before_any_update_can_be_set_alike(ranks: Ranks) -> None:
     for said in ranks(2).run(part_before_any_update):
-        assert "is 0.01 on rank 0, 0.1 on rank 1; set them alike on every rank" in said
+        assert "is 0.01 on rank 0, 0.1 on rank 1" in said
 
 
 def tie_reentrant() -> None:
@@ -322,7 +322,7 @@ def _end_badly(how: str, model: Net, optimizer: ShardedOptimizer) -> None:
         in_context(model, optimizer, 7)
         begun(optimizer)
         said = "param_groups[1]['lr'] is 0.1 on rank 0, 0.2 on rank 1"
-        raised(optimizer.step, said, "updated in backward already", "go on from a checkpoint (em.load)")
+        raised(optimizer.step, said, "updated in backward already", "checkpoint (em.load)")
         optimizer.param_groups[1]["lr"] = 0.1
         raised(optimizer.step, "em.load a checkpoint")
         return
@@ -331,12 +331,12 @@ def _end_badly(how: str, model: Net, optimizer: ShardedOptimizer) -> None:
         with pytest.raises(RuntimeError, match="failed in the middle"):
             in_context(model, optimizer, 7)
         assert begun(optimizer)
-        raised(optimizer.step, "a backward failed", "go on from a checkpoint (em.load)")
+        raised(optimizer.step, "a backward failed", "checkpoint (em.load)")
     else:  # the gradient of one rank alone, and of the first layer alone, is not finite
         hook = model.first.register_forward_pre_hook(lambda _, args: _spoilt(*args))
         in_context(model, optimizer, 7)
         begun(optimizer)
-        raised(optimizer.step, "norm is nan", "updated in backward already", "go on from a checkpoint (em.load)")
+        raised(optimizer.step, "norm is nan", "updated in backward already", "checkpoint (em.load)")
     hook.remove()
 
 
@@ -358,7 +358,7 @@ def all_nan() -> list[str]:
             in_context(model, optimizer, 5, factor=factor)
             if factor != factor:
                 assert not begun(optimizer) and seed
-                raised(optimizer.step, "The weights are as before: zero_grad()")
+                raised(optimizer.step, "zero_grad()")
                 optimizer.zero_grad()
             else:
                 optimizer.step()

@@ -124,7 +124,7 @@ def test_parameters_of_another_model_are_not_clipped(pair: Any) -> None:
     model(torch.ones(2, 8)).sum().backward()
     both = [*model.parameters(), *nn.Linear(2, 2).parameters()]
     for clip in (optimizer.clip_grad_norm_, optimizer.clip_grad_value_):
-        with pytest.raises(em.UsageError, match="2 of 6 parameters are not those of the wrapped model"):
+        with pytest.raises(em.UsageError, match=r"clip_grad_\w+_.*2 of 6 parameters"):
             clip(1.0, both)
     optimizer.step()
 

@@ -504,7 +504,7 @@ def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_p
         elif damage == "figure":
             del data["hardware"]["by_gpus"]
         path.write_text({"json": "{", "deep": "[" * 200_000}.get(damage) or json.dumps(data))
-        with pytest.warns(UserWarning, match="is ignored and the machine measured again"):
+        with pytest.warns(UserWarning, match="is ignored, and the machine is measured again"):
             assert measure._read(machine) == {}
 
 

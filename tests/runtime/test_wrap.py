@@ -454,12 +454,12 @@ def test_plain_state_dicts_of_a_wrapped_model_are_refused() -> None:
         model.state_dict()
     with pytest.raises(em.UsageError, match="before wrap"):
         model.load_state_dict(Net().state_dict())
-    with pytest.raises(em.UsageError, match=r"no plain dict: save .* with em\.save"):
+    with pytest.raises(em.UsageError, match=r"state_dict.*em\.save"):
         optimizer.state_dict()
     stepped = adamw(other := Net())
     other(torch.ones(2, D)).sum().backward()
     stepped.step()
-    with pytest.raises(em.UsageError, match=r"loads no state dict: .* em\.load"):
+    with pytest.raises(em.UsageError, match=r"load_state_dict.*em\.load"):
         optimizer.load_state_dict(stepped.state_dict())
     loaded = adamw(again := Net())
     loaded.load_state_dict(stepped.state_dict())

@@ -120,7 +120,7 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
         ([], "one of the arguments --hardware --gpu"),
         (["--gpu", "l40s", "--disk-speed", "6 GB/s"], "there is no disk, give --disk-size too"),
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6 GB"], "expected a rate such as '6 GB/s'"),
-        (["--gpu", "l40s", "--ram", "many"], "--ram='many': expected bytes, or a text"),
+        (["--gpu", "l40s", "--ram", "many"], "--ram='many': expected bytes"),
         (["--gpu", "l40s", "--ram", "64"], "--ram='64' has no unit: write '64 GiB'"),
         (["--gpu", "l40s", "--ram", "64 B"], "--ram='64 B': expected at least 1.00 MiB"),
         (["--gpu", "l40s", "--ram", "128000000000"], "128000000000' has no unit"),
