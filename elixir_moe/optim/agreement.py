@@ -149,8 +149,8 @@ class StepDecision:
         if found is not None:
             self._phase.write("a step with different options")
             raise UsageError(
-                f"{found}, set between clipping and step(): continue from a checkpoint (em.load), and set them alike "
-                f"on every rank"
+                f"{found}, set between clipping and step(): continue from a checkpoint (em.load), and set the "
+                f"same options on every rank"
             )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -387,17 +387,17 @@ class StepDecision:
             self._phase.desync(f"{found}, so gradients may come from other weights")
         self.compare_stepped(stepped)
         if (found := disagreement("clipping", [clip or "no call" for clip in clips], peers)) is not None:
-            raise UsageError(f"{found}: every rank clips the same parameters to the same limit")
+            raise UsageError(f"{found}: every rank must clip the same parameters to the same limit")
         if (found := disagreement("the options of the step", _by_group(rates), peers)) is not None:
-            remedy = "set them alike on every rank, as a scheduler does that sees the mean of all ranks' losses"
+            remedy = "set the same options on every rank, for example by a scheduler that sees the mean of all losses"
             if begun:
                 self._phase.write("a step with different options")
-                remedy = f"{begun} chunks were updated in backward already: go on from a checkpoint (em.load)"
+                remedy = f"{begun} chunks were updated in backward already: continue from a checkpoint (em.load)"
             raise UsageError(f"{found}: {remedy}")
 
 
 def _by_group(everyone: Sequence[Options]) -> list[dict[str, Options]]:
-    """The options of each rank under the name that users know."""
+    """Returns the options of each rank under the name of the attribute that users set."""
     return [{"param_groups": options} for options in everyone]
 
 

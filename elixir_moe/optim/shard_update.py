@@ -294,7 +294,7 @@ class ElementwiseUpdate:
             self._run_group(index, self._optimizers[chunk.spec.index, index])
         for one in active:
             self._views[id(one)].grad = None
-        _show(shard)
+        _copy_master(shard)
 
     def check_mode(self) -> None:
         """Raises the error of the optimizer's step in evaluation mode, before it changes a weight."""
@@ -358,8 +358,8 @@ def _without_gradients(inner: torch.optim.Optimizer, group: dict[str, Any]) -> t
     return like(inner, [(nn.Parameter(torch.empty(0, device="cpu")), {})], group)
 
 
-def _show(shard: ShardState) -> None:
-    """Writes the values of a shard whose master was written, where they are apart."""
+def _copy_master(shard: ShardState) -> None:
+    """Copies the master of a shard to its values, if they are separate."""
     if shard.values_shard is not None:
         assert shard.master is not None
         shard.values_shard.copy_(shard.master)

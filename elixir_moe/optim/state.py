@@ -112,7 +112,7 @@ class OptimizerState:
         return self._decision.not_finite()
 
     def give_up_gradients(self) -> None:
-        """Gives up unfinished work, and clears the gradients."""
+        """Gives up unfinished work and clears the gradients."""
         self._phase.drop_gradients("optimizer.zero_grad() stopped halfway")
         self._scheduler.reductions.drain()
         self._hooks.abandon()

@@ -1,8 +1,8 @@
-"""What the decoding of quantized weights moves in a step.
+"""The bytes that decoding quantized weights moves in a step.
 
-Owns the count of decodings among the events of a trace, and the bytes of each. A trace runs no decoder: one would be
-many small operators for each expert of each layer. Sums alone come from here; `cost` makes seconds of bytes. On a GPU
-they are those of torch's operators, also where Triton decodes in one pass: its speed is not measured yet.
+Owns the count of decodings among the events of a trace, and the bytes of each. A trace never runs a decoder: that would
+be many small operators for each expert of each layer. `cost` converts the bytes to seconds. On a GPU they are the bytes
+of torch's operators, even where Triton decodes in one pass: its speed is not measured yet.
 """
 
 import math
@@ -24,7 +24,7 @@ from elixir_moe.runtime.autograd import tensors_in
 from elixir_moe.torch_private import TorchDispatchMode
 
 _SAMPLE = (4 * FP8_BLOCK, 4 * FP8_BLOCK)
-"""Outputs and inputs of a weight whose decoding is looked at."""
+"""Outputs and inputs of the weight whose decoding is counted."""
 
 
 def decoding_bytes(
@@ -35,16 +35,16 @@ def decoding_bytes(
     *,
     native: bool,
 ) -> int:
-    """Bytes read and written by all decodings of a step.
+    """Returns the bytes read and written by all decodings of a step.
 
-    A forward decodes each weight of its module once, and so do a recomputation and a backward: experts all have rows.
+    A module's forward, recomputation and backward decode each of its weights once; every expert is assumed to get rows.
 
     Args:
         model: the traced model.
-        modules: the names of the modules that events number.
-        events: those of the step, of all layers.
-        compute_dtype: as in `wrap`.
-        native: whether the decoder is the native one, of one pass, or torch's operators.
+        modules: the names of the modules, by the numbers in events.
+        events: the events of a step, for all layers.
+        compute_dtype: the argument of `wrap`.
+        native: whether the native decoder decodes in one pass, instead of torch's operators.
     """
     times: Mapping[str, int] = Counter(modules[event.module] for event in events if event.kind in (ENTER, REACH))
     total = 0.0
@@ -57,7 +57,7 @@ def decoding_bytes(
 
 @cache
 def bytes_a_weight(scheme: str, dtype: torch.dtype, *, native: bool) -> float:
-    """Bytes read and written to decode one weight."""
+    """Returns the bytes read and written to decode one element of a weight."""
     form, numel = scheme_named(scheme), math.prod(_SAMPLE)
     if native:
         return form.nbytes(_SAMPLE) / numel + dtype.itemsize
@@ -70,7 +70,7 @@ def bytes_a_weight(scheme: str, dtype: torch.dtype, *, native: bool) -> float:
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operators read and write; views and empty memory move none."""
+    """Counts the bytes that operators read and write; views and new empty tensors move none."""
 
     def __init__(self) -> None:
         super().__init__()

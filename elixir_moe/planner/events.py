@@ -1,6 +1,7 @@
 """The events of a traced step: memory allocated and freed, arithmetic, and the modules that run.
 
 Owns `CostEvent`, and `Recorder`, which records operators, modules and gradients while a step runs on fake tensors.
+Never prices an event, which `cost` does.
 """
 
 import math
@@ -42,38 +43,39 @@ aten = torch.ops.aten
 _PICKS_ROWS = (aten.embedding, aten.index_select, aten.gather, aten.index)
 """Operators that read as much as they write, however large their source is."""
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-"""Products that torch's register of operations lacks, and those that it has in their place."""
+"""{in-place product that torch's FLOP registry lacks: the product that it has}."""
 _PRODUCTS_INTO = (aten.mm.out, aten.addmm.out)
 _DEVICE = torch.ops.prim.device.default
 
 
 class Cost(Enum):
-    """The kind of an event that costs time or memory."""
+    """The kinds of events that cost time or memory."""
 
     MEMORY = auto()
     """Bytes allocated, or freed if negative."""
     OPERATOR = auto()
-    MIX = auto()
-    """A mixture layer begins; `nbytes` is its number of tokens."""
-    MIX_AGAIN = auto()
+    MIXTURE = auto()
+    """Forward enters a mixture layer; `nbytes` is its number of tokens."""
+    MIXTURE_RECOMPUTE = auto()
+    """Backward recomputes a mixture layer; `nbytes` is its number of tokens."""
     SENT = auto()
     """A collective of the model itself; `name` lists its ranks."""
     KEEP = auto()
     """A checkpointed region keeps inputs of `nbytes`, which may go to host memory."""
     ASK = auto()
-    """A region asks for its inputs in backward."""
+    """A checkpointed region needs its inputs in backward."""
     BOUNDARY = auto()
-    """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` numbers the
-    periods, three for each cut."""
+    """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` is the number of the
+    period, three for each cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostEvent:
-    """What a traced step costs at one point."""
+    """The cost of one event of a traced step."""
 
     kind: Cost
     name: str = ""
-    """The name of a mixture layer in the model, or as `Cost` says."""
+    """The name of a mixture layer in the model, or the text described in `Cost`."""
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
@@ -83,25 +85,26 @@ TraceEvent = StepEvent | CostEvent
 
 
 def costs_of(events: Iterable[TraceEvent]) -> Iterator[CostEvent]:
-    """The events that cost time or memory."""
+    """Yields the events that cost time or memory."""
     return (event for event in events if isinstance(event, CostEvent))
 
 
 def steps_of(events: Iterable[TraceEvent]) -> Iterator[StepEvent]:
-    """The events of modules and parameters, both numbered as in the whole model."""
+    """Yields the events of modules and parameters, both numbered as in the whole model."""
     return (event for event in events if isinstance(event, StepEvent))
 
 
 def peak_of(events: Iterable[TraceEvent]) -> int:
-    """The most bytes allocated at once."""
+    """Returns the most bytes allocated at once."""
     return max(accumulate((event.nbytes for event in costs_of(events) if event.kind is Cost.MEMORY), initial=0))
 
 
 def kept_of(events: Iterable[TraceEvent]) -> tuple[list[int], list[int]]:
-    """(bytes that each checkpointed region keeps, peak bytes if those of the first n are in host memory, n from 0 on).
+    """Returns the bytes that each checkpointed region keeps, and the peak bytes with the first n regions on the host.
 
-    As in `runtime.host_checkpoints`, inputs leave when the next region keeps its own, and begin to come back when the
-    next region asks for its own. Both are empty if regions do not ask in the reverse order.
+    The second list has one entry for each n from 0 on. As in `runtime.host_checkpoints`, the inputs of a region leave
+    the device when the next region keeps its own, and start to come back when the next region needs its own. Both lists
+    are empty unless regions need their inputs in reverse order.
     """
     live, kept, asked = [0], list[tuple[int, int]](), list[int]()
     for event in costs_of(events):
@@ -125,28 +128,28 @@ def kept_of(events: Iterable[TraceEvent]) -> tuple[list[int], list[int]]:
 
 
 class Recorder(Recording):
-    """Records the events of whatever runs inside it. The model's parameters and buffers do not count as memory."""
+    """Records the events of the code that runs inside it. The model's parameters and buffers do not count as memory."""
 
     def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
         self.events: list[TraceEvent] = []
         self.alive = 0
-        """Number of storages allocated inside it that are still alive."""
+        """Number of storages allocated inside the recorder that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
         self._region: tuple[int, list[int]] = (-1, [0])
         self._listening = True
         self._handles: list[Any] = []
         self._running = 0
-        """Number of parts and reads that run in forward: what they save is rebuilt where backward wants it."""
+        """Number of parts and reads that run in forward; parameters saved meanwhile record an `UNPACK` in backward."""
         self._runs: Counter[int] = Counter()
-        """By module: number of runs that have ended in forward."""
+        """{module: number of runs that have ended in forward}."""
         self._operator: int | None = None
-        """Number of the node of autograd that has unpacked a parameter last."""
+        """Number of the autograd node that has unpacked a parameter last."""
         self._index_of: dict[Any, int] = {}
-        """The indices of the parameters that replace the model's while it is traced."""
+        """{fake parameter that replaces one of the model's during the trace: its index}."""
         self._storages: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """The same by their storages."""
+        """{storage of a fake parameter: its index}."""
         self._model, self._parts, self._boundaries = model, parts, boundaries
         self._parameters = list(model.parameters())
         self._places = {
@@ -190,15 +193,15 @@ class Recorder(Recording):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "_local_tensor") for kind in types):
-            return NotImplemented  # the operator of a DTensor is dispatched again for its local tensors
+            return NotImplemented  # an operator on DTensors is dispatched again for their local tensors
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(
             args[0], FakeTensor
-        ):  # autograd asks for it more often than all operators run
+        ):  # autograd asks for the device more often than operators run
             return args[0].fake_device
-        with DisableTorchFunctionSubclass():  # Python code that computes a shape reads no parameter
+        with DisableTorchFunctionSubclass():  # computing a shape in Python must not count as reading a parameter
             out = _computed(func, args, kwargs)
-        made = [t for t in tensors_in(out) if self._take(t)]
+        made = [t for t in tensors_in(out) if self._record_allocation(t)]
         packet = _IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if func.namespace in COLLECTIVES:
             self.events += _sent(func, args, out)
@@ -216,8 +219,8 @@ class Recorder(Recording):
                 self.events.append(CostEvent(Cost.OPERATOR, traffic=read + written))
         return out
 
-    def _take(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is new; of a sparse one, nothing is known."""
+    def _record_allocation(self, tensor: Tensor) -> bool:
+        """Records the tensor's storage if it is new, and returns whether it was; ignores sparse tensors."""
         if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
@@ -227,16 +230,16 @@ class Recorder(Recording):
         self.alive += 1
         nbytes = storage.nbytes()
         self.events.append(CostEvent(Cost.MEMORY, nbytes=nbytes))
-        weakref.finalize(storage, self._give_back, nbytes).atexit = False
+        weakref.finalize(storage, self._record_free, nbytes).atexit = False
         return True
 
-    def _give_back(self, nbytes: int) -> None:
+    def _record_free(self, nbytes: int) -> None:
         self.alive -= 1
         if self._listening:
             self.events.append(CostEvent(Cost.MEMORY, nbytes=-nbytes))
 
     def _record(self, kind: EventKind, module: int = -1, params: tuple[int, ...] = ()) -> None:
-        """Records a call or read, with the modes that it happens in."""
+        """Records a call or a read, with the present modes of autograd."""
         self.events.append(
             StepEvent(kind, module, params, with_grad=torch.is_grad_enabled(), in_backward=in_backward())
         )
@@ -250,7 +253,7 @@ class Recorder(Recording):
 
     def _mixes(self, name: str) -> Any:
         def mix(_: nn.Module, args: tuple[Any, ...]) -> None:
-            kind = Cost.MIX_AGAIN if in_backward() else Cost.MIX
+            kind = Cost.MIXTURE_RECOMPUTE if in_backward() else Cost.MIXTURE
             self.events.append(CostEvent(kind, name, nbytes=args[0].numel() // args[0].shape[-1]))
 
         return mix
@@ -329,7 +332,7 @@ class Recorder(Recording):
         return saved.tensor
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """Frees the gradient, as the runtime does by moving it into its block at once."""
+        """Frees the gradient, as the runtime does by moving it into its block immediately."""
         parameter.grad = None
         self.events.append(StepEvent(ACCUMULATE, params=(self._index_of[parameter],)))
 
@@ -340,13 +343,13 @@ class _Saved:
 
     tensor: Tensor
     parameter: int | None = None
-    """The index of the parameter that it views."""
+    """Index of the parameter that the tensor views."""
     region: list[int] | None = None
-    """The bytes that its checkpointed region keeps, shared by the region's inputs."""
+    """Bytes that its checkpointed region keeps, in a list that all inputs of the region share."""
 
 
 def _sent(func: Any, args: Sequence[Any], out: Any) -> list[CostEvent]:
-    """The event of a collective over several ranks; none for one rank, or for an operator that only waits."""
+    """Returns the event of a collective over several ranks; none for one rank, or for an operator that only waits."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     if "process_group" in named:
         group = dist.ProcessGroup.unbox(named["process_group"])
@@ -363,19 +366,19 @@ def _sent(func: Any, args: Sequence[Any], out: Any) -> list[CostEvent]:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the operator returns; of a product that is written to a given tensor, nothing is inferred."""
+    """Runs the operator. For a product into a given fake tensor, returns that tensor without running anything."""
     if func in _PRODUCTS_INTO and not has_data(kwargs["out"]):
         return kwargs["out"]
     return _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:
-    """A grouped matrix product. On fake tensors, torch infers the shape for bf16 only, though it multiplies others."""
+    """Runs a grouped matrix product. On fake tensors, torch infers the shape only for bf16, though others work too."""
     if has_data(a) or a.dtype is torch.bfloat16:
         out: Tensor = func(a, b, offsets, *rest, **kwargs)
         return out
     if a.dim() == b.dim() == 2:
-        assert offsets is not None, "two matrices are cut by offsets"
+        assert offsets is not None, "a grouped product of two matrices has offsets"
         return a.new_empty(offsets.numel(), a.shape[0], b.shape[1])
     rows = a.shape[:-1] if b.dim() == 3 else a.shape[1:-1]
     return a.new_empty(*rows, b.shape[-1])
@@ -384,7 +387,7 @@ def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *re
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if packet is GROUPED_MM:  # each row is multiplied by the matrix of its group only
+    if packet is GROUPED_MM:  # each row is multiplied only by the matrix of its group
         a, b = args[:2]
         return 2 * math.prod(a.shape if b.dim() == 3 or a.dim() == 2 else a.shape[1:]) * int(b.shape[-1])
     backward = packet is FLASH_ON_CPU_BACKWARD

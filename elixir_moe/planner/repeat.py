@@ -1,6 +1,7 @@
-"""Identical layers: which of them a trace may leave out, and how the missing events are filled in.
+"""Identical layers: the ones that a trace may skip, and the events that fill the gap.
 
-Owns the comparison of layers, the shortened lists of layers, and the repetition of a period of the events.
+Owns the comparison of layers, the shortened lists of layers, and the repetition of a period's events. Never runs a
+layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ _FEWEST_PERIODS = 4
 
 
 class Names:
-    """The names of the modules and parameters that events number."""
+    """The names of modules and parameters, by the numbers in events."""
 
     def __init__(self, modules: Sequence[str], params: Sequence[str]) -> None:
         self.params = params
@@ -29,7 +30,7 @@ class Names:
         self._param_of = {name: index for index, name in enumerate(params)}
 
     def moved(self, event: StepEvent, rename: Callable[[str], str]) -> StepEvent:
-        """The event for the module and the parameters that have the new names; what no other has keeps its number."""
+        """Returns the event for the module and parameters with the new names; keeps numbers without a new name."""
         module = event.module
         if module >= 0:
             module = self._module_of.get(rename(self._modules[module]), module)
@@ -39,7 +40,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """A run of identical layers in a list, of which the first two periods and the last one are traced."""
+    """A run of identical layers in a list; only the first two periods and the last one are traced."""
 
     layers: nn.ModuleList
     name: str
@@ -62,7 +63,7 @@ class Cut:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """While open, the list lacks the periods between the second and the last."""
+        """Removes the periods between the second and the last from the list while open."""
         everything = dict(self.layers._modules)
         gone = range(self.start + 2 * self.period, self.start + (self.periods - 1) * self.period)
         kept = [layer for i, layer in enumerate(everything.values()) if i not in gone]
@@ -73,7 +74,7 @@ class Cut:
             self.layers._modules = everything
 
     def moved(self, events: Sequence[TraceEvent], periods: Mapping[int, int], names: Names) -> list[TraceEvent]:
-        """The events, with what is in layers of period `p` replaced by what is in those of ``periods[p]``."""
+        """Returns the events with layers of period `p` replaced by those of period ``periods[p]``."""
         layers = {self._layer(p, j): self._layer(q, j) for p, q in periods.items() for j in range(self.period)}
 
         def rename(name: str) -> str:
@@ -91,7 +92,7 @@ class Cut:
 
 
 def cuts_of(model: nn.Module) -> list[Cut]:
-    """The run of identical layers in each list of layers that saves most; lists inside such a run are left alone."""
+    """Returns the run of identical layers in each list that saves most; skips lists inside such a run."""
     found: list[Cut] = []
 
     def walk(module: nn.Module, name: str) -> None:
@@ -108,8 +109,8 @@ def cuts_of(model: nn.Module) -> list[Cut]:
     return found
 
 
-def made_whole(events: Sequence[TraceEvent], cuts: Sequence[Cut], names: Names) -> list[TraceEvent] | None:
-    """The events as if every layer had been traced; None if the traced periods do not determine the others."""
+def with_all_periods(events: Sequence[TraceEvent], cuts: Sequence[Cut], names: Names) -> list[TraceEvent] | None:
+    """Returns the events as if every layer had been traced; None if the traced periods do not determine the others."""
     replaced: list[tuple[int, int, list[TraceEvent]]] = []
     for number, cut in enumerate(cuts):
         where: dict[tuple[str, int], int] = {}
@@ -124,7 +125,7 @@ def made_whole(events: Sequence[TraceEvent], cuts: Sequence[Cut], names: Names) 
         extra = range(2, cut.periods - 1)
         forward = events[where["forward", 1] : where["forward", 2]]
         backward = events[where["backward", 1] : where["backward", 0]]
-        # Hooks on an output that is an inner module's too run before the boundary: they are of the period before.
+        # Hooks on an output that is also an inner module's run before the boundary: they belong to the period before.
         last = cut.moved(events[where["backward", 2] : where["backward", 1]], {1: cut.periods - 2}, names)
         between = [m for k in reversed(extra) for m in cut.moved(backward, {1: k, 0: k - 1}, names)]
         forwards = [m for k in extra for m in cut.moved(forward, {1: k}, names)]
@@ -137,7 +138,7 @@ def made_whole(events: Sequence[TraceEvent], cuts: Sequence[Cut], names: Names) 
 
 
 def _read_elsewhere(events: Sequence[TraceEvent], cut: Cut, where: Mapping[tuple[str, int], int], names: Names) -> bool:
-    """Whether parameters of a traced period are read outside it: parameters of other periods may be read too."""
+    """Whether parameters of a traced period are read outside it: then those of other periods may be read there too."""
     for number, period in enumerate((0, 1, cut.periods - 1)):
         first = cut.start + period * cut.period
         prefixes = tuple(f"{cut.name}.{layer}." for layer in range(first, first + cut.period))
@@ -169,7 +170,7 @@ def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
 
 
 def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
-    """Everything that the execution of each layer may depend on, except settings that only number the layers."""
+    """Returns all that the execution of each layer may depend on, except settings that only number the layers."""
     settings = [
         {(name, key): value for name, m in layer.named_modules() for key, value in vars(m).items() if _is_plain(value)}
         for layer in layers

@@ -1,12 +1,12 @@
-"""Traces one training step on tensors without data: what happens to its parameters, and the cost.
+"""Traces one training step on fake tensors, and derives its `Profile`.
 
-Owns the run of forward and backward under torch's fake tensors, and the list of its events. The model is restored
-afterwards. Nothing is computed and nothing is sent, so a model of any size is traced in seconds.
+Owns the run of forward and backward under torch's fake tensors, and the list of its events. Never computes or sends
+anything, so a model of any size is traced in seconds. The model is restored afterwards.
 Sources: Elixir v2, 3.1 (pre-runtime profiler) and A.3 (the detector of checkpointed regions).
 
 Identical layers are traced once. A run of layers with equal modules, shapes and settings is cut to its first two
-periods and the last one; the second period's part of the list then stands for all omitted periods. In forward, that
-part reaches from the entry of the period to the entry of the next, in backward from the gradient of its output to the
+periods and the last one; the events of the second period then stand for those of all omitted periods. In forward, they
+reach from the entry of the period to the entry of the next; in backward, from the gradient of its output to the
 gradient of its input. Memory that one period allocates and another frees is thus counted as often as in the whole run.
 Loops over experts and over the tokens of a loss are cut in the same way (`parallel.meta_tensors.pieces`).
 """
@@ -36,7 +36,7 @@ from elixir_moe.planner import megatron_meta
 from elixir_moe.planner.decoding import decoding_bytes
 from elixir_moe.planner.events import Cost, CostEvent, Recorder, TraceEvent, costs_of, kept_of, peak_of, steps_of
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
-from elixir_moe.planner.repeat import Cut, Names, cuts_of, made_whole
+from elixir_moe.planner.repeat import Cut, Names, cuts_of, with_all_periods
 from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.runtime.model_spec import param_specs
 from elixir_moe.runtime.units import Parts, find_parts
@@ -47,7 +47,7 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """While open, no cycles are searched for, a tenth of a trace's time: tensors go with their last reference."""
+    """Turns cyclic garbage collection off, which takes a tenth of a trace's time; reference counts free the tensors."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -80,16 +80,16 @@ def trace(
         sample: a batch: tensors in lists, tuples and dicts. Only shapes and dtypes are read.
         world: number of ranks over which parameters without a pattern are replicated.
         rank: the rank to trace.
-        compute_dtype: as in `wrap`.
-        reduce_dtype: as in the plan.
-        precision: of the plan's narrow state.
+        compute_dtype: the argument of `wrap`.
+        reduce_dtype: the field of the plan.
+        precision: the precision of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
-        native_decoder: quantized weights are decoded in one pass, as on a CPU, and not by torch's operators.
+        native_decoder: quantized weights are decoded in one pass, as on a CPU, instead of by torch's operators.
 
     Raises:
-        ConfigError: the step returns no scalar loss, needs data (it reads values of tensors), or keeps tensors outside
-            the model.
+        ConfigError: the step does not return a scalar loss, reads values of tensors, or keeps tensors outside the
+            model.
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
     dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "precision": precision}
@@ -100,11 +100,11 @@ def trace(
     names = Names(parts.names, [name for name, _ in model.named_parameters()])
     cuts = [] if whole else cuts_of(model)
     try:
-        events = made_whole(_run(model, step, sample, specs, parts, cuts), cuts, names)
+        events = with_all_periods(_run(model, step, sample, specs, parts, cuts), cuts, names)
     except ConfigError:
         if not cuts:
             raise
-        events = None  # perhaps the model depends on the number of its layers
+        events = None  # the model may depend on the number of its layers
     if events is None:
         dtypes |= {"native_decoder": native_decoder}
         return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
@@ -145,9 +145,9 @@ def _run(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for cut in cuts:
             stack.enter_context(cut.applied())
-        stack.enter_context(megatron_meta.apart(model))
+        stack.enter_context(megatron_meta.isolated(model))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_without_data(model, {p: spec.key.dtype for p, spec in specs.items()}, mode))
+        stack.enter_context(_fake_tensors(model, {p: spec.key.dtype for p, spec in specs.items()}, mode))
         stack.enter_context(mode)
         batch = _fake(sample)
         stack.enter_context(recorder)
@@ -160,8 +160,8 @@ def _run(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the step cannot run on tensors without data: {type(error).__name__}: {error}; a step that reads "
-                "values of tensors needs a plan that is given"
+                f"the step cannot run on tensors without data: {type(error).__name__}: {error}; if the step reads "
+                "values of tensors, pass a plan instead of Plan.auto"
             ) from error
     del loss, batch
     if recorder.alive:
@@ -169,17 +169,17 @@ def _run(
         gc.collect()
     if recorder.alive:
         raise ConfigError(
-            "the step keeps tensors it has made outside the model (in a list, a cache of a function), which have no "
-            "data here and would be read later as if they had: keep none of them, or give a plan"
+            "the step keeps tensors outside the model (in a list, or in the cache of a function); here they have no "
+            "data, and later steps would read them: keep none of them, or pass a plan instead of Plan.auto"
         )
     return recorder.events
 
 
 @contextmanager
-def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
-    """While open, parameters, buffers and tensor attributes are tensors without data; all changes are then undone.
+def _fake_tensors(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: FakeTensorMode) -> Iterator[None]:
+    """Replaces parameters, buffers and tensor attributes by fake tensors while open, and undoes all changes at the end.
 
-    The caches of memoised forwards are cleared.
+    Also clears the caches of memoised forwards.
     """
     before = [
         (module, dict(vars(module)), {name: copy(value) for name, value in vars(module).items() if _is_registry(value)})
@@ -218,7 +218,7 @@ def _without_data(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
 
 
 def _is_registry(value: object) -> bool:
-    """Whether it is a plain dict, as those of parameters and hooks: a first forward may add hooks of its own."""
+    """Whether a value is a plain dict, like those of parameters and hooks: a first forward may add hooks."""
     return type(value) in (dict, OrderedDict)
 
 
@@ -236,49 +236,49 @@ def _fake(value: Any) -> Any:
 
 
 def _exchanges(model: nn.Module, events: Sequence[CostEvent], dtype: torch.dtype | None) -> Iterator[SentCollective]:
-    """The all-to-alls and matrix products of the mixture layers under balanced routing."""
+    """Yields the all-to-alls and matrix products of the mixture layers under balanced routing."""
     modules = dict(model.named_modules())
     calls: dict[str, list[CostEvent]] = {}
     for event in events:
-        if event.kind in (Cost.MIX, Cost.MIX_AGAIN):
+        if event.kind in (Cost.MIXTURE, Cost.MIXTURE_RECOMPUTE):
             calls.setdefault(event.name, []).append(event)
     for name, its in calls.items():
         layer = modules[name]
         if not isinstance(layer, MoE):
             yield _megatron_exchange(layer, its, dtype)
             continue
-        weight = next(layer.experts.parameters())  # of the first tile, if there are several
+        weight = next(layer.experts.parameters())  # the first tile, if there are several
         _, width, inner = weight.shape
         rows = max(event.nbytes for event in its) * layer.router.top_k
         itemsize = (dtype or weight.dtype).itemsize
-        again = sum(event.kind is Cost.MIX_AGAIN for event in its)
-        forward = len(its) - again
+        recomputed = sum(event.kind is Cost.MIXTURE_RECOMPUTE for event in its)
+        forward = len(its) - recomputed
         yield SentCollective(
             ep=layer.place.ep,
             nbytes=rows * width * itemsize,
-            times=4 * forward + 2 * again,
-            expert_flops=4 * rows * width * inner * (3 * forward + again),
+            times=4 * forward + 2 * recomputed,
+            expert_flops=4 * rows * width * inner * (3 * forward + recomputed),
             row_bytes=rows * (2 * width + 2 * inner) * itemsize,
         )
 
 
 def _megatron_exchange(layer: Any, events: Sequence[CostEvent], dtype: torch.dtype | None) -> SentCollective:
-    """The load-dependent cost of a Megatron-core mixture layer; its collectives are among the events already."""
+    """Returns the load-dependent cost of a Megatron-core mixture layer; its collectives are events of their own."""
     config, rows = layer.config, max(event.nbytes for event in events) * layer.config.moe_router_topk
     width, inner = config.hidden_size, config.moe_ffn_hidden_size
-    again = sum(event.kind is Cost.MIX_AGAIN for event in events)
+    recomputed = sum(event.kind is Cost.MIXTURE_RECOMPUTE for event in events)
     products = 2 + config.gated_linear_unit
     return SentCollective(
         ep=layer.token_dispatcher.ep_size,
         nbytes=0,
         times=0,
-        expert_flops=2 * products * rows * width * inner * (3 * (len(events) - again) + again),
+        expert_flops=2 * products * rows * width * inner * (3 * (len(events) - recomputed) + recomputed),
         row_bytes=rows * (2 * width + products * inner) * (dtype or config.params_dtype).itemsize,
     )
 
 
 def _sent(events: Sequence[CostEvent]) -> Iterator[Sent]:
-    """The model's own collectives, by process group."""
+    """Yields the model's own collectives, by process group."""
     found: dict[str, list[CostEvent]] = {}
     for event in events:
         if event.kind is Cost.SENT:
@@ -289,7 +289,7 @@ def _sent(events: Sequence[CostEvent]) -> Iterator[Sent]:
 
 
 def _tokens(sample: Any) -> int:
-    """Elements of the first tensor that is not of floating point; 0 if there is none."""
+    """Returns the elements of the first tensor that is not floating point; 0 if there is none."""
     if isinstance(sample, Tensor):
         return sample.numel() if not sample.is_floating_point() else 0
     items = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, (list, tuple)) else ()

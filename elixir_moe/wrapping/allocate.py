@@ -69,7 +69,9 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
     device, undo = request.device, request.undo
     plan, layout, schedule, spec = resolved.plan, resolved.layout, resolved.schedule, resolved.spec
     n_blocks = plan.blocks(layout)
-    ledger = Ledger.of(plan, layout, moments=resolved.moments, over_gloo=resolved.over_gloo, beside=resolved.beside)
+    ledger = Ledger.of(
+        plan, layout, moments=resolved.moments, over_gloo=resolved.over_gloo, async_sums=resolved.async_sums
+    )
     footprint = ledger.footprint(n_blocks)
     check_host_memory(footprint.host_bytes + (footprint.device_bytes if device.type == "cpu" else 0))
     check_device_memory(device, footprint, spec.parameters)
@@ -91,7 +93,7 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
 
     def make() -> tuple[list[ShardState], Blocks, WeightTransfer]:
         shards = build_shards(
-            [(chunk, plan.home(layout, chunk)) for chunk in layout.chunks],
+            [(chunk, plan.tier_of(layout, chunk)) for chunk in layout.chunks],
             device,
             spill,
             sums,
@@ -129,7 +131,7 @@ def _open_files(
 
     Raises TierError on all ranks if one fails.
     """
-    there = [chunk for chunk in layout.chunks if plan.home(layout, chunk) is Tier.DISK]
+    there = [chunk for chunk in layout.chunks if plan.tier_of(layout, chunk) is Tier.DISK]
     shards = [
         (chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=plan.values_on_disk))
         for chunk in there

@@ -124,8 +124,8 @@ def prepare(request: Request) -> Pretrained | None:
 def _tile(request: Request) -> None:
     """Cuts the parameters that no plan could hold whole into tiles, if the plan is searched for. Collective."""
     if isinstance(request.plan, AutoPlan):
-        from elixir_moe.planner.auto import device_room
+        from elixir_moe.planner.auto import device_budget
         from elixir_moe.wrapping.tiling import tile_to_fit
 
-        room = device_room(request.model, request.plan, request.device)
+        room = device_budget(request.model, request.plan, request.device)
         tile_to_fit(request.model, request.optimizer, room, request.compute_dtype)

@@ -17,7 +17,7 @@ from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.chunks.settle import settled
+from elixir_moe.chunks.resolve import resolve_counts
 from elixir_moe.distributed.all_ranks import made_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
@@ -40,7 +40,7 @@ class Resolved:
     """What is packed, and how."""
 
     plan: Plan
-    """With every number settled."""
+    """The plan with every number resolved."""
     spec: ModelSpec
     layout: Layout
     schedule: Schedule
@@ -49,8 +49,8 @@ class Resolved:
     """Values the optimizer keeps per element."""
     over_gloo: bool
     """Reductions run over gloo."""
-    beside: bool
-    """Sums in host memory run beside backward."""
+    async_sums: bool
+    """Whether gradients are summed in host memory while backward runs."""
     communicators: Mapping[tuple[int, ...], Communicator]
     """Those that were made before the search, since their memory is not free for the plan; else empty."""
     prediction: "Prediction | None"
@@ -58,14 +58,14 @@ class Resolved:
 
 
 def resolve_plan(request: Request) -> Resolved:
-    """Describes the model, searches for a plan if one is to be searched, and settles its numbers. Collective.
+    """Describes the model, searches for a plan if one is to be searched, and resolves its numbers. Collective.
 
     Raises:
         ElixirError: as `wrap` says; on all ranks.
     """
     model, plan, device = request.model, request.plan, request.device
     moments, over_gloo = moments_of(request.optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
-    beside, parts = adds_async(device), find_parts(model)
+    async_sums, parts = adds_async(device), find_parts(model)
     prediction: Prediction | None = None
     communicators: Mapping[tuple[int, ...], Communicator] = {}
     events: Sequence[StepEvent]
@@ -80,11 +80,11 @@ def resolve_plan(request: Request) -> Resolved:
     spec = made_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
     free_host_bytes = host_bytes_of_a_rank(spec.ranks)
-    settle = partial(_settle, plan, spec, moments=moments, free_host_bytes=free_host_bytes, beside=beside)
-    plan, layout, schedule = made_on_all_ranks("settled the plan", settle)
-    homes = Counter(plan.home(layout, chunk).value for chunk in layout.chunks)
+    resolve = partial(_resolve, plan, spec, moments=moments, free_host_bytes=free_host_bytes, async_sums=async_sums)
+    plan, layout, schedule = made_on_all_ranks("resolved the plan", resolve)
+    tiers = Counter(plan.tier_of(layout, chunk).value for chunk in layout.chunks)
     _LOG.debug("the plan: %s", plan.to_json())
-    _LOG.debug("home tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in homes.items()))
+    _LOG.debug("tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in tiers.items()))
     warn_of_one_memory(plan, layout, device)
     return Resolved(
         plan=plan,
@@ -93,7 +93,7 @@ def resolve_plan(request: Request) -> Resolved:
         schedule=schedule,
         moments=moments,
         over_gloo=over_gloo,
-        beside=beside,
+        async_sums=async_sums,
         communicators=communicators,
         prediction=prediction,
     )
@@ -134,9 +134,9 @@ def _search(request: Request, wanted: AutoPlan, *, moments: int, over_gloo: bool
     return Prediction(*forecast(request.model, facts))
 
 
-def _settle(plan: Plan, described: ModelSpec, **given: Any) -> tuple[Plan, Layout, Schedule]:
-    """The plan with all numbers, and the chunks and the step under it. Raises as `settled` and `ModelSpec.layout`."""
-    plan = settled(plan, described.params, described.step_order, **given)
+def _resolve(plan: Plan, described: ModelSpec, **given: Any) -> tuple[Plan, Layout, Schedule]:
+    """The plan with all numbers, its layout and its schedule. Raises as `resolve_counts` and `ModelSpec.layout` do."""
+    plan = resolve_counts(plan, described.params, described.step_order, **given)
     return plan, *described.layout(plan)
 
 
