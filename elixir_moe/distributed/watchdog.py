@@ -1,16 +1,14 @@
-"""The thread of a process that watches its waits for other ranks, and the end of a run whose ranks are gone.
+"""The thread of a process that watches its waits for other ranks.
 
-Owns the thread, what ranks tell each other beside their collectives, the warnings of long waits, and the limits of a
-run. It uses the store with which the ranks met, never a process group, which may hang. No result depends on the clock
-here. A wait is ended by the timeout of torch.distributed, or because ranks wait for each other.
+Owns the thread, what ranks tell each other outside their collectives, and the warnings of long waits. It uses the store
+with which the ranks met, never a process group, which may hang. No result depends on the clock here. A wait is ended by
+the timeout of torch.distributed, or because ranks wait for each other.
 
     look      tells the others the position of this rank; a stack is read only if no wait has begun since the last look
     warning   of a wait that has lasted for a period (`ELIXIR_WAIT_SECONDS`), once, with the positions of the others;
               if the wait fails, its error has them too
     deadlock  a rank that has waited for a second in a collective with a number (`Series`) says so. Where ranks wait for
               each other (`deadlock_of`), each ends its own wait by an OutOfStepError
-    a run     in a `Watchdog` looks every second, and ends the process if a rank has failed or a phase takes longer than
-              the timeout, and the main thread does not fail by itself
 
 Words of a stopped or dead process cease; those of a rank in an endless loop continue, and show its position.
 """
@@ -42,11 +40,8 @@ PERIOD = "ELIXIR_WAIT_SECONDS"
 _DEFAULT_SECONDS = "30"
 _LOOKS = 4
 """Looks in a period; several, so that ranks have written their positions before a waiting rank reads them."""
-_RUN_LOOK_SECONDS = 1.0
 _STANDING_SECONDS = 1.0
 """Time after which a rank asks whether its wait can end."""
-_GRACE_SECONDS = 2.0
-"""Time for a rank to fail by itself before its run ends it."""
 _ANSWER_SECONDS = 2.0
 """Longest wait for the store."""
 _MOST = 64
@@ -152,14 +147,6 @@ class _Line:
         """Tells the others that this rank stands no more."""
         self.ask(lambda store: store.set(f"{self._name} standing {self.rank}", ""))
 
-    def fail(self, text: str) -> None:
-        """Tells the others that this rank is about to end, and why, unless another one has."""
-        self.ask(lambda store: store.compare_set(f"{self._name} failed", "", f"rank {self.rank} has failed: {text}"))
-
-    def failure(self) -> str:
-        """The message of a rank about to end, with its reason; empty if there is none."""
-        return self.ask(lambda store: _value(store, f"{self._name} failed"))
-
     def close(self) -> None:
         """Ends the thread after the pending questions, if they are ever answered."""
         self._questions.put(None)
@@ -184,13 +171,8 @@ class _Thread:
     def __init__(self) -> None:
         self.seconds = math.inf
         """The period of warnings."""
-        self.run: Watchdog | None = None
         self.line: _Line | None = None
-        """The connection to the other ranks: that of the run, if there is one."""
-        self.looking = threading.Lock()
-        """Held during a look."""
-        self.wake = threading.Event()
-        """Set to look at once."""
+        """The connection to the other ranks, once there are any."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Callable[[], Any] = lambda: None
@@ -213,25 +195,19 @@ class _Thread:
 
     def _stop(self) -> None:
         self._closing.set()
-        self.wake.set()
         assert self._thread is not None
         self._thread.join(2 * _ANSWER_SECONDS)
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._closing.is_set():
-            seconds = self.seconds / _LOOKS if self.run is None else _RUN_LOOK_SECONDS
-            at_once = self.wake.wait(min(seconds, _STANDING_SECONDS))
-            self.wake.clear()
-            with self.looking:
-                if self.run is None:
-                    self._connect()
-                if self.line is None:
-                    continue
-                self._end_deadlocks()
-                if at_once or time.monotonic() - looked >= seconds:
-                    looked = time.monotonic()
-                    self._look()
+        while not self._closing.wait(min(self.seconds / _LOOKS, _STANDING_SECONDS)):
+            self._connect()
+            if self.line is None:
+                continue
+            self._end_deadlocks()
+            if time.monotonic() - looked >= self.seconds / _LOOKS:
+                looked = time.monotonic()
+                self._look()
 
     def _end_deadlocks(self) -> None:
         """Ends the waits that can never end, once they have lasted for a second."""
@@ -264,11 +240,8 @@ class _Thread:
         # Only for a rank that stands still: reading a stack keeps its tensors in use meanwhile, and a block in use is
         # replaced by new memory.
         place = describe_waits() if begun == self._begun else _AT_WORK
-        if self.run is not None:
-            self.run.look(place)
-        else:
-            with suppress(RuntimeError, TimeoutError):  # the store's host has ended, or hangs
-                self.line.tell(place)
+        with suppress(RuntimeError, TimeoutError):  # the store's host has ended, or hangs
+            self.line.tell(place)
         now = time.monotonic()
         self._since = {wait: self._since.get(wait, now) for wait in list(WAITS.open.values())}
         for wait, since in self._since.items():
@@ -282,23 +255,20 @@ class _Thread:
                         stacklevel=1,
                     )
 
-    def take(self, run: "Watchdog | None", line: _Line | None, store: Any = None) -> None:
-        """From now on, tells and asks on `line`, to `store`, and looks after `run`; not during a look."""
-        if self.line is not None:
-            self.line.close()
-        self.run, self.line = run, line
-        self._store = (lambda: None) if store is None else weakref.ref(store)
-
     def _connect(self) -> None:
-        """Outside of runs, connects to the store of torch.distributed; again after a restart of it."""
+        """Connects to the store of torch.distributed; again after a restart of it."""
         try:
-            store: Any = default_store()
-            rank, ranks = dist.get_rank(), dist.get_world_size()
+            store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
         except ValueError:  # torch.distributed has been ended
-            self.take(None, None)
+            self._use(None, lambda: None)
             return
         if store is not self._store():
-            self.take(None, _Line(store, "elixir waits", rank, ranks), store)
+            self._use(_Line(store, "elixir waits", rank, ranks), weakref.ref(store))
+
+    def _use(self, line: _Line | None, store: Callable[[], Any]) -> None:
+        if self.line is not None:
+            self.line.close()
+        self.line, self._store = line, store
 
 
 _THREAD = _Thread()
@@ -310,120 +280,3 @@ def _others(wait: Wait, line: _Line) -> str:
     for rank in others:
         by_place.setdefault(heard.get(rank, "nowhere yet"), []).append(rank)
     return "; ".join(f"{named(at)} {place}" for place, at in by_place.items())
-
-
-class Watchdog:
-    """A context in which the ranks of a run end together: none waits for another longer than the timeout.
-
-    Args:
-        store: store of torch.distributed, for messages of the main thread outside the process groups.
-        rank: rank of this process.
-        ranks: number of ranks; in a world of one there is nothing to watch.
-        timeout_seconds: longest time in one phase; that of the collectives.
-        end: called on the thread, with the reason, when the process must end although its main thread is
-            blocked.
-        look: called on that thread every second, with `ask`.
-    """
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        ranks: int,
-        timeout_seconds: float,
-        end: Callable[[str], None],
-        look: Callable[[Callable[[Callable[[Any], Any]], Any]], None] = lambda _: None,
-    ) -> None:
-        self.store = store
-        self._line: _Line | None = None
-        if ranks > 1:  # without the keys of earlier runs in these processes
-            self._line = _Line(store, f"run {store.add(f'runs of rank {rank}', 1)}", rank, ranks)
-        self._timeout, self._end, self._also = timeout_seconds, end, look
-        self._phase, self._since = "the start", math.inf  # no limit: it depends on the size of the model
-        self._closing = threading.Event()
-
-    def __enter__(self) -> "Watchdog":
-        if self._line is not None:
-            with _THREAD.looking:
-                _THREAD.take(self, self._line)
-            _THREAD.start()
-            _THREAD.wake.set()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        if self._line is not None:
-            with _THREAD.looking:
-                _THREAD.take(None, None)
-
-    def at(self, phase: str) -> None:
-        """The main thread begins `phase`: restarts the clock."""
-        self._phase, self._since = phase, time.monotonic()
-
-    def pause(self) -> None:
-        """Stops the clock: the next phase may take any time."""
-        self._since = math.inf
-
-    def ask(self, question: Callable[[Any], T]) -> T:
-        """The result of ``question(store)``. Raises TimeoutError if the store does not answer."""
-        return question(self.store) if self._line is None else self._line.ask(question)
-
-    def failed(self, text: str) -> None:
-        """Tells the others that this rank is about to end, and why."""
-        if self._line is not None:
-            with suppress(RuntimeError, TimeoutError):  # the store's host may be what has failed
-                self._line.fail(text)
-
-    def explain(self) -> str:
-        """After the failure of a collective: which ranks failed or stopped, and where the others are. Takes 2 s."""
-        if self._line is None:
-            return ""
-        everyone = range(self._line.ranks)
-        try:
-            before = self._line.words(everyone)
-            self._closing.wait(2 * _RUN_LOOK_SECONDS)
-            now, told = self._line.words(everyone), self._line.failure()
-        except (RuntimeError, TimeoutError) as error:
-            return _silent(error)
-        found = [told] if told else []
-        for rank, (old, new) in enumerate(zip(before, now, strict=True)):
-            if rank != self._line.rank:
-                where = new.partition(" ")[2] or "no place at all"
-                stopped = f"rank {rank} is stopped or dead; it was last seen in {where}"
-                found.append(stopped if old == new else f"rank {rank} lives: {where}")
-        return "; ".join(found)
-
-    def look(self, place: str) -> None:
-        """Tells the others the position of this rank, and ends the process if the run cannot go on; on the thread."""
-        assert self._line is not None
-        try:
-            self._line.tell(f"{self._phase}, {place}")
-            self._also(self.ask)
-            told = self._line.failure()
-            if told:
-                self._give_up(place, told)
-        except TimeoutError:  # the store may be slow: the clock decides
-            pass
-        except dist.DistBackendError as error:  # of what `look` did, not of the store
-            self._give_up(place, str(error))
-        except RuntimeError as error:
-            self._give_up(place, _silent(error))
-        if time.monotonic() - self._since > self._timeout + _GRACE_SECONDS:
-            text = f"{self._phase} has taken {self._timeout:.0f} s, {describe_waits()}"
-            found = self.explain()
-            self.failed(text)
-            self._leave(f"{text}. {found}")
-
-    def _give_up(self, place: str, reason: str) -> None:
-        """The main thread should fail by itself, since a peer is gone; if it does not, ends the process."""
-        if not self._closing.wait(_GRACE_SECONDS):
-            self._leave(f"{self._phase}, {place}: {reason}")
-
-    def _leave(self, reason: str) -> None:
-        if not self._closing.is_set():
-            self._end(reason)
-
-
-def _silent(error: Exception) -> str:
-    why = str(error).splitlines()[0]
-    return f"the store that brought the ranks together, of rank 0 or of its launcher, does not answer: {why}"

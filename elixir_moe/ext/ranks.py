@@ -1,15 +1,14 @@
-"""Ranks as one: their agreement, a watch over what they wait for, and how they end."""
+"""Ranks as one: their agreement, the time they wait for each other, and how they end."""
 
 from elixir_moe.distributed.all_ranks import agree, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import abort_nccl, world_timeout
 from elixir_moe.distributed.waits import BusyTime
-from elixir_moe.distributed.watchdog import Watchdog, is_broken_collective
+from elixir_moe.distributed.watchdog import is_broken_collective
 from elixir_moe.parallel.mesh import prepare_process
 from elixir_moe.torch_private import default_store, fake_store, on_all_threads
 
 __all__ = [
     "BusyTime",
-    "Watchdog",
     "abort_nccl",
     "agree",
     "default_store",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-from elixir_moe.errors import ConfigError, ElixirError
-from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell
+from elixir_moe.errors import ConfigError
+from elixir_tools.cli.ending import leave, number_of_ranks, rank_here
 from elixir_tools.train import launch
 from elixir_tools.watch import control
 
@@ -63,7 +63,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if claim is not None:
         console.print(_purpose(config, ranks), markup=False)
     try:
-        summary = train(config, data, claim, console, _end, details=known.details)
+        summary = train(config, data, claim, console, details=known.details)
     except Stopped as stop:
         resumes = stop.exit_code != DIVERGED
         text = f"{stop}; to resume it:\n  {_command(known.arguments, config)}" if resumes else str(stop)
@@ -127,9 +127,3 @@ def _overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
             value = words.pop(0)
         pairs.append((key, value))
     return pairs
-
-
-def _end(reason: str) -> None:
-    """Ends this rank although its main thread hangs."""
-    tell(ElixirError(reason), 1, traced=False)
-    leave(1)

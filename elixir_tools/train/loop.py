@@ -8,9 +8,8 @@ decision follows from what they agreed on. Only rank 0 prints and writes.
 import logging
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,7 @@ from elixir_moe import full_state_dict, init_mesh, inspect
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.measure import is_out_of_memory
 from elixir_moe.ext.plans import seconds_text
-from elixir_moe.ext.ranks import BusyTime, Watchdog, agree, default_store, is_broken_collective, world_timeout
+from elixir_moe.ext.ranks import BusyTime, agree, default_store, is_broken_collective
 from elixir_tools import settings
 from elixir_tools.report.directory import CONTROL, Claim
 from elixir_tools.report.records import StepRecord, Summary, process_bytes, totals
@@ -74,7 +73,6 @@ def train(
     data: Text,
     claim: Claim | None,
     console: Console,
-    end: Callable[[str], None] | None = None,
     *,
     details: bool = False,
 ) -> Summary | None:
@@ -85,8 +83,6 @@ def train(
         data: what is trained on.
         claim: the run directory on rank 0; None on the others.
         console: the output of rank 0.
-        end: called on another thread, with the reason, to end the process when the main thread hangs. By default prints
-            the reason and exits.
         details: whether the plan is shown in full.
 
     Returns:
@@ -102,22 +98,22 @@ def train(
         mesh = init_mesh(config.run.tp, timeout=timedelta(seconds=config.run.timeout_seconds))
         signals = stack.enter_context(Signals(partial(_interrupt, loops), tells=claim is not None))
         store = default_store()
-        timeout = world_timeout().total_seconds()
-        watchdog = stack.enter_context(
-            Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end or _end, memory.Abort())
-        )
+        if mesh.device_type != "cpu":
+            stack.enter_context(memory.aborting(store))
         scarcity = Scarcity(config)
         while True:
             try:
-                return _train(config, data, claim, console, mesh, signals, watchdog, loops, details)
+                return _train(config, data, claim, console, mesh, signals, loops, details)
             except Stopped:
                 raise
             except Exception as error:
-                if not loops or not _is_short(error, watchdog, loops[0]):
-                    raise _explained(error, watchdog) from error
+                if not loops or not _is_short(error, store, loops[0]):
+                    if is_broken_collective(error) and not isinstance(error, ElixirError):
+                        raise ElixirError(f"{error}. Another rank has failed or stopped: see its error") from error
+                    raise
             del mesh
             memory.release()  # the error no longer refers to the step's tensors
-            config = loops[0].rescue(scarcity, watchdog.store)
+            config = loops[0].rescue(scarcity, store)
             if claim is not None:
                 claim.source = loops[0].keeper.latest
             loops.clear()
@@ -132,7 +128,6 @@ def _train(
     console: Console,
     mesh: DeviceMesh,
     signals: Signals,
-    watchdog: Watchdog,
     loops: list["Loop"],
     details: bool,
 ) -> Summary | None:
@@ -160,7 +155,7 @@ def _train(
                 )
             )
             report.write("config.yaml", settings.to_yaml(config))
-        loop = Loop(training, report, signals, watchdog, Path(config.run.out))
+        loop = Loop(training, report, signals, Path(config.run.out))
         loops.append(loop)
         try:
             return loop.run(Path(source[0]) if source[0] is not None else None)
@@ -175,28 +170,19 @@ def _check_alike(config: TrainConfig, data: Text) -> None:
     agree("what they train", mine, remedy="give all ranks the same settings, model and data", error=ConfigError)
 
 
-def _is_short(error: Exception, watchdog: Watchdog, loop: "Loop") -> bool:
+def _is_short(error: Exception, store: dist.Store, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
     short = is_out_of_memory(error)
     if not short and not is_broken_collective(error):
         return False
-    try:
+
+    def exchange() -> tuple[str, bool] | None:
         if short:
-            watchdog.ask(lambda store: memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating))
-        found = watchdog.ask(memory.who)
-    except TimeoutError:
-        return False
+            memory.say_so(store, dist.get_rank(), redoable=not loop.training.updating)
+        return memory.who(store)
+
+    found = memory.ask(exchange)
     return found is not None and found[1]
-
-
-def _explained(error: Exception, watchdog: Watchdog) -> Exception:
-    """The error of this rank, with its cause on other ranks if a collective failed; reports it to the others."""
-    if not is_broken_collective(error):
-        watchdog.failed(f"{type(error).__name__}: {error}")
-        return error
-    found = watchdog.explain()
-    watchdog.failed(str(error))
-    return ElixirError(f"{error}. {found}" if found else str(error))
 
 
 def _interrupt(loops: Sequence["Loop"]) -> NoReturn:
@@ -206,21 +192,14 @@ def _interrupt(loops: Sequence["Loop"]) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def _end(reason: str) -> None:
-    print(f"[rank {dist.get_rank()}] {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
 class Loop:
     """One training, from its present step to its end."""
 
-    def __init__(
-        self, training: Training, report: Report | None, signals: Signals, watchdog: Watchdog, directory: Path
-    ) -> None:
+    def __init__(self, training: Training, report: Report | None, signals: Signals, directory: Path) -> None:
         self.training, self.report = training, report
         self.config = training.config
         self.supervisor = Supervisor(self.config.watch)
-        self._signals, self._watchdog = signals, watchdog
+        self._signals = signals
         self._control = ControlFile(directory / CONTROL)
         tell = partial(self._status, "running")
         self.keeper = CheckpointManager(training, self.supervisor, self.config.save, directory, self._event, tell)
@@ -279,13 +258,11 @@ class Loop:
 
     def _conclude(self) -> Summary | None:
         """Writes sample, weights and summary; all communication comes before rank 0 writes alone."""
-        self._watchdog.at("the end")
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample = training.sample()
         weights = full_state_dict(training.model)
         training.optimizer.close()
-        self._watchdog.pause()  # no rank waits while rank 0 writes
         if self.report is None:
             return None
         steps = self.config.run.steps
@@ -309,7 +286,6 @@ class Loop:
         """After out of memory: saves the state before the step; returns the settings to continue with. Called on every
         rank."""
         training = self.training
-        self._watchdog.pause()
         self.keeper.abandon()
         who = memory.who(store)
         training.disconnect()
@@ -334,7 +310,6 @@ class Loop:
         """Runs one step, and the evaluation, save and end that are due after it."""
         training, run = self.training, self.config.run
         before, start = inspect(training.model).statistics, time.perf_counter()
-        self._watchdog.at(f"step {training.progress.step + 1}")
         self._busy.start()
         loss = training.forward_backward(early=self._updates_in_backward())
         busy = self._busy.stop()
@@ -350,7 +325,6 @@ class Loop:
         elif not self._depart(action):
             return
         step, seconds = training.progress.step, time.perf_counter() - start
-        self._watchdog.at(f"what follows step {step}")
         due = step % run.eval_every == 0 or step == run.steps
         looked_at = training.model if due and run.activations and self.report is not None else None
         with distributions(looked_at) as activations:

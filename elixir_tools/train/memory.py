@@ -3,14 +3,16 @@
 Owns the message between ranks, the choice of the next smaller setting, and the restart of the process groups. A rank
 that runs out of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and
 destroys its process groups, which makes those of the others fail on gloo. On NCCL they would wait on their GPUs, where
-no error reaches them: there each rank's watchdog reads the store and aborts the rank's own collectives (`Abort`).
+no error reaches them: there a thread of each rank reads the store and aborts the rank's own collectives (`aborting`).
 """
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,10 @@ from elixir_tools.train.config import PlanConfig, TrainConfig
 from elixir_tools.train.training import Training
 
 _KEY = "out of memory"
+_LOOK_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+"""Longest wait for the store."""
+T = TypeVar("T")
 
 
 def smaller(
@@ -89,18 +95,38 @@ def who(store: Any) -> tuple[str, bool] | None:
     return rank, redoable == "1"
 
 
-class Abort:
-    """Aborts this rank's NCCL collectives, once for each time that a rank runs out of memory."""
+def ask(question: Callable[[], T]) -> T | None:
+    """The result of `question`, which asks a store; None without an answer: the host of the store may be stopped."""
+    answer: list[T] = []
 
-    def __init__(self) -> None:
-        self._done = False
+    def run() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            answer.append(question())
 
-    def __call__(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
-        """Looks into the store with `ask`; called again and again, beside the training."""
-        short = ask(who) is not None
-        if short and not self._done:
-            abort_nccl()
-        self._done = short
+    thread = threading.Thread(target=run, name="elixir-memory-ask", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answer[0] if answer else None
+
+
+@contextmanager
+def aborting(store: Any) -> Iterator[None]:
+    """A context in which this rank aborts its NCCL collectives, once for each time that a rank runs out of memory."""
+    closing, own = threading.Event(), store.clone()  # its own connection: a stopped store must not block the others
+
+    def watch() -> None:
+        done = False
+        while not closing.wait(_LOOK_SECONDS):
+            short = who(own) is not None
+            if short and not done:
+                abort_nccl()
+            done = short
+
+    threading.Thread(target=watch, name="elixir-memory", daemon=True).start()
+    try:
+        yield
+    finally:
+        closing.set()
 
 
 def forget(store: Any, process_group: dist.ProcessGroup) -> None:

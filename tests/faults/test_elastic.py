@@ -57,7 +57,7 @@ def test_a_rank_without_memory_and_a_killed_rank_leave_the_run_as_the_unbroken_o
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 is stopped or dead; it was last seen in" in done.stderr
+    assert re.search(r"ElixirError: .* failed on rank 0: .*Another rank has stopped", done.stderr), done.stderr
     found = written(out)
     assert [kind for kind, _ in found["events"]] == ["out of memory", "resumed", "resumed"]
     assert found["events"][0][1].startswith("rank 1 in step 5; it is redone with micro-batches: 1, rCache")
@@ -159,34 +159,23 @@ def test_a_signal_before_there_is_anything_to_save_asks_to_be_started_again(wher
 
 
 @pytest.mark.fault(4)
-@pytest.mark.parametrize(("rank", "fault"), with_further([(1, "stop"), (0, "stop"), (1, "hang")], [(1, "stop")]))
-def test_a_rank_that_stands_still_is_named_by_the_others_which_end(rank: int, fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", with_further([1, 0], [1]))
+def test_the_others_of_a_rank_that_stands_still_end(rank: int, tmp_path: Path) -> None:
     """In step 2; the other waits for it as long as it was told to, and not for ever: that of rank 0, in which the store
-    stands still too, as well. A rank that hangs ends itself.
+    stands still too, as well.
     """
     out = tmp_path / "out"
     write_settings(out, timeout_seconds=12.0)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    program = (str(ROOT / "tests" / "support" / "fault_program.py"), str(out), str(rank), f"2={fault}")
+    program = (str(ROOT / "tests" / "support" / "fault_program.py"), str(out), str(rank), "2=stop")
     both = [Program(*program, environment=environment(RANK=str(r), **address)) for r in range(2)]
-    ended = []
     try:
-        for process in (both[1 - rank], *([both[rank]] if fault == "hang" else [])):
-            code = process.wait(300)  # a hang, whatever the machine
-            ended.append((code, process.stderr.read()))
+        code, said = both[1 - rank].wait(300), both[1 - rank].stderr.read()
     finally:
         for process in both:
             process.close()
-    code, said = ended[0]
-    assert code == 1 and "ElixirError: " in said and "Timed out waiting 12000ms" in said, said
-    if fault == "hang":
-        assert "rank 1 lives: step 2, at fault_program.py" in said, said
-        assert ended[1][0] == 1 and re.search(r"step 2(, at| has taken 12 s, at) fault_program", ended[1][1]), ended[1][
-            1
-        ]
-    elif rank:
-        assert "rank 1 is stopped or dead; it was last seen in" in said, said
-    else:
-        assert "the store that brought the ranks together, of rank 0 or of its launcher, does not answer" in said, said
+    assert code == 1 and re.search(rf"ElixirError: .* failed on rank {1 - rank}: .*Timed out waiting 12000ms", said), (
+        said
+    )

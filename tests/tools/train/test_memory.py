@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from elixir_moe.distributed import collectives
 from elixir_moe.distributed.collectives import abort_nccl
-from elixir_moe.distributed.watchdog import Watchdog
 from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.memory.out_of_memory import is_out_of_memory
 from elixir_moe.memory.slabs import Slab, Tier
@@ -130,32 +129,53 @@ def test_all_collectives_are_aborted_at_once(log: list[str]) -> None:
 
 
 @pytest.mark.fault(20)
-def test_collectives_are_aborted_once_for_each_time(log: list[str]) -> None:
-    """Not those of the process groups made afterwards, while the message still stands."""
-    store, abort = dist.HashStore(), memory.Abort()
+def test_a_rank_that_hangs_on_its_gpu_is_freed_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread waits, as in `.item()`, until the thread has aborted what its GPU waits for.
 
-    def ask(question: Any) -> Any:
-        return question(store)
+    Once for each message, so that the process groups made afterwards live while it still stands.
+    """
+    freed, seen, store = threading.Semaphore(0), threading.Semaphore(0), dist.HashStore()
 
-    abort(ask)
-    assert log == []
-    for times in (1, 2):
-        memory.say_so(store, 1, redoable=True)
-        abort(ask)
-        abort(ask)
-        assert log.count("start") == times
-        store.delete_key(memory._KEY)
-        abort(ask)
+    def look(own: dist.Store) -> Any:
+        seen.release()
+        return memory_who(own)
+
+    memory_who = memory.who
+    monkeypatch.setattr(memory, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(memory, "who", look)
+    monkeypatch.setattr(memory, "abort_nccl", freed.release)
+    with memory.aborting(store):
+        for _ in range(2):
+            memory.say_so(store, 1, redoable=True)
+            assert freed.acquire(timeout=60)
+            looks(seen, 3)
+            assert not freed.acquire(blocking=False)
+            store.delete_key(memory._KEY)
+            looks(seen, 3)
 
 
-@pytest.mark.fault(20)
-def test_a_rank_that_hangs_on_its_gpu_is_freed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread waits, as in `.item()`, until the watchdog has aborted what its GPU waits for."""
-    freed, store = threading.Event(), dist.HashStore()
-    monkeypatch.setattr(memory, "abort_nccl", freed.set)
-    with Watchdog(store, 0, 2, 60.0, pytest.fail, memory.Abort()) as watchdog:
-        memory.say_so(watchdog.store, 1, redoable=True)
-        assert freed.wait(60)
+def looks(seen: threading.Semaphore, number: int) -> None:
+    """Waits for `number` further looks into the store."""
+    while seen.acquire(blocking=False):
+        pass
+    for _ in range(number):
+        assert seen.acquire(timeout=60)
+
+
+class Stopped(dist.HashStore):  # type: ignore[misc]  # torch's stubs forget it
+    """A store whose host stands still: it answers once the test is over."""
+
+    over = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.over.wait(60) and super().check(keys)
+
+
+def test_a_store_that_never_answers_holds_no_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_ANSWER_SECONDS", 0.001)
+    store = Stopped()
+    assert memory.ask(lambda: memory.who(store)) is None
+    store.over.set()
 
 
 def test_groups_are_aborted_before_they_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,22 +191,6 @@ def test_groups_are_aborted_before_they_are_destroyed(monkeypatch: pytest.Monkey
     store.set("here 1 1", "")
     memory.regroup(store, 1)
     assert order == ["abort", "destroy", "init"]
-
-
-def test_collectives_that_cannot_be_aborted_end_the_rank_with_their_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as a store that does not answer."""
-
-    def fail() -> None:
-        raise dist.DistBackendError("ncclCommAbort failed")
-
-    monkeypatch.setattr("elixir_moe.distributed.watchdog._GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(memory, "abort_nccl", fail)
-    ended, reasons = threading.Event(), list[str]()
-    store = dist.HashStore()
-    with Watchdog(store, 0, 2, 60.0, lambda reason: (reasons.append(reason), ended.set())[1], memory.Abort()):
-        memory.say_so(store, 1, redoable=True)
-        assert ended.wait(60)
-    assert reasons[0].endswith(": ncclCommAbort failed")
 
 
 def test_a_smaller_setting_validates_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
