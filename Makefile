@@ -36,7 +36,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The programs' tests: the commands, training and fine-tuning, the papers' tables, and what the documents show.
-PROGRAMS := tests/tools tests/benchmarks tests/certificate tests/faults tests/museum tests/test_documents.py tests/test_log.py tests/test_page.py
+PROGRAMS := tests/tools tests/benchmarks tests/certificate tests/faults tests/museum tests/distributed/test_ending.py \
+	tests/memory/test_infinity.py tests/planner/test_resume.py tests/test_changed.py tests/test_documents.py \
+	tests/test_log.py tests/test_page.py
 
 # The library's, and the rules on all files.
 test: setup

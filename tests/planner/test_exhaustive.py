@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -140,6 +141,7 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
         layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
         chunks = len(layout.chunks)
         for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
+            gathered: dict[str, Any] = {}  # the same wherever chunks are that are not on the device
             on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
             for disk_chunks, whole in product(on_disk, (False, True)):
                 in_host_memory = chunks - device_chunks - disk_chunks
@@ -154,9 +156,10 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
                 )
                 for regions in away:
                     try:
-                        found = price(task, replace(plan, host_checkpoints=regions))
+                        found = price(task, replace(plan, host_checkpoints=regions), **gathered)
                     except PlanError:
                         continue
+                    gathered = {"layout": found.layout, "loads": found.loads}
                     if not shortage(found.task, found.size):
                         yield found
 

@@ -5,6 +5,7 @@ The models are without data, by their published configurations; the units are na
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -150,7 +151,8 @@ def quantized() -> Case:
     )
 
 
-CASES = {case.__name__: case for case in (llama, qwen, gpt2, sized, t5, adapters, quantized)}
+CASES = {case.__name__: cache(case) for case in (llama, qwen, gpt2, sized, t5, adapters, quantized)}
+"""Each is traced once."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -160,15 +160,16 @@ def asks_as_foreseen(seed: int) -> bool:
     return rounds == [foreseen.entries] * (STEPS * accumulation)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_first_step_follows_the_schedule(world: int, ranks: Ranks) -> None:
-    for seed in range(6):
+@pytest.mark.parametrize(("world", "seeds"), [(1, range(1, 6, 2)), (2, range(0, 6, 2))])
+def test_the_first_step_follows_the_schedule(world: int, seeds: range, ranks: Ranks) -> None:
+    """Further models, and these on the other number of ranks, are slow."""
+    for seed in seeds:
         assert ranks(world).run(asks_as_foreseen, seed) == [True] * world, f"seed {seed}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("start", range(6, 246, 24))
+@pytest.mark.parametrize("start", range(0, 240, 24))
 def test_the_first_step_of_many_models_follows_the_schedule(world: int, start: int, ranks: Ranks) -> None:
     for seed in range(start, start + 24):
         assert ranks(world).run(asks_as_foreseen, seed) == [True] * world, f"seed {seed}"

@@ -109,7 +109,9 @@ def test_a_weight_has_its_memory_for_the_call_and_for_its_backward(name: str, wo
         if "InterpreterError" not in str(error):
             raise
         pytest.skip("Triton's interpreter cannot run these kernels, in plain torch either: they need a GPU")
-    for found in ranks(world).run(run_all, name, ["ddp", "zero2", "zero3", "offload"]):
+    # One rank under two plans that differ there: weights that stay, and weights that are fetched.
+    plans = ["ddp", "offload"] if world == 1 else ["zero2", "zero3", "offload"]
+    for found in ranks(world).run(run_all, name, plans):
         for case, result in found.items():
             assert_alike(result, wanted, f"{name}, {case}", TOLERANCE, rel=1e-4)
 

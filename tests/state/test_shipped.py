@@ -25,7 +25,7 @@ from elixir_moe.parallel.regather import saves_no_weights
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
 from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
-from tests.support.cases import placed
+from tests.support.cases import placed, with_further
 from tests.support.every import same_tensors
 from tests.support.parity import LOSS_TOLERANCE
 from tests.support.ranks import RankError, RankPool
@@ -170,7 +170,10 @@ def trained_cut(scheme: str, folder: Path, plan: str, ep: int | None, tiled: boo
 
 @pytest.mark.parametrize(
     ("world", "ep", "tiled"),
-    [(1, None, True), (2, 2, False), (2, 2, True), pytest.param(4, 2, True, marks=pytest.mark.slow), (4, 4, False)],
+    with_further(
+        [(1, None, True), (2, 2, False), (2, 2, True), (4, 2, True), (4, 4, False)],
+        [(1, None, True), (2, 2, True), (4, 4, False)],  # tiles, tiles of spread experts, spread experts
+    ),
 )
 @pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
 def test_experts_that_are_spread_or_in_tiles_keep_the_bytes_of_the_files(
