@@ -1,8 +1,8 @@
 """The errors a user can meet.
 
 Owns the exception types and the suggestion of the nearest known name. Every message names the parameter, chunk or rank,
-what was expected, what was found and what to change. An `assert` elsewhere in the package means a bug of ours, never a
-user's mistake.
+what was expected, what was found and what to change. An `assert` elsewhere in the package means a bug in the library,
+never a user's mistake.
 """
 
 from collections.abc import Iterable
@@ -46,17 +46,17 @@ class CheckpointError(ElixirError):
 
 
 class OutOfStepError(ElixirError):
-    """Collectives or steps of this rank no longer match those of other ranks."""
+    """The collectives or steps of this rank no longer match those of other ranks."""
 
 
 def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a `name` that no `what` ("model") has, with the nearest known name and all known names."""
+    """Returns the error for an unknown `name` of a `what` ("model"), with the nearest known name and all others."""
     known = list(known)
     hint = did_you_mean(name, known)
     return ConfigError(f"no {what} is called {name!r}{f'; {hint}' if hint else '.'} There are: {', '.join(known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
-    """``did you mean 'x'?``, or "" if no known name is near; `least`: the likeness from which on a name is."""
+    """Returns ``did you mean 'x'?``, or "" if no known name has a similarity of at least `least`."""
     near = get_close_matches(name, list(known), n=1, cutoff=least)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -1,6 +1,6 @@
 """`inspect`: the plan and chunks of a wrapped model, the bytes it holds, and the bytes it has moved.
 
-Owns the answers; each is read at its source when a user asks for it. Changes nothing, and is not collective.
+Owns the answers; each is read from its source on access. Changes nothing, and is not collective.
 """
 
 import os
@@ -29,10 +29,10 @@ _MOST_NAMES = 6
 
 
 class Inspection:
-    """A wrapped model as this rank sees it. Each property is read when it is asked for."""
+    """A wrapped model as this rank sees it. Each property is read on access."""
 
     def __init__(self, wrapped: Wrapped, name: str) -> None:
-        """`name`: of the model, for a page's title."""
+        """`name`: the model's, for the title of a page."""
         self._wrapped, self._name = wrapped, name
 
     @property
@@ -47,12 +47,12 @@ class Inspection:
 
     @property
     def footprint(self) -> Footprint:
-        """The bytes that the plan foresees."""
+        """The bytes that the plan predicts."""
         return self._wrapped.footprint
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """The bytes that the library holds in a backward, by tier; gradients count as if all were there."""
+        """The bytes that the library holds in a backward, by tier, with all gradients."""
         return self._wrapped.held_bytes()
 
     @property
@@ -70,7 +70,7 @@ class Inspection:
 
     @property
     def trainable(self) -> dict[str, int]:
-        """{name: elements} of the trainable parameters, the most first; those of all layers together, as ``*``."""
+        """{name: elements} of the trainable parameters, largest first; layers are summed, with ``*`` for the number."""
         found: Counter[str] = Counter()
         for parameter in self._wrapped.spec.parameters:
             if parameter.requires_grad:
@@ -96,7 +96,7 @@ class Inspection:
         """Where the model lives, as plain data: the chunks with their tiers and parameters, and the planned bytes.
 
         Args:
-            backwards: backwards of a step; several need memory for sums of gradients.
+            backwards: backwards in a step; several need memory for sums of gradients.
 
         Returns:
             ``chunks``: for each chunk its number, chunk group, tier, residence, shards, whether the ranks of this host
@@ -134,7 +134,7 @@ class Inspection:
         document.write(Path(path), document.page(name, [document.heading(name), self._parts()]))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns HTML for a notebook."""
         return document.fragment([self._parts()])
 
     def _parts(self) -> str:
@@ -158,7 +158,7 @@ class Inspection:
         return document.cards(cards)
 
     def __str__(self) -> str:
-        """The plan, and the state on this rank under it, as a table."""
+        """Returns the plan, and a table of the state on this rank."""
         held = ", ".join(f"{tier}: {size_text(nbytes)}" for tier, nbytes in self.held_bytes.items())
         return "\n".join([*self._plan_lines(), held, HELD_HEAD, *map(held_line, self.rows)])
 
@@ -166,7 +166,7 @@ class Inspection:
         return [f"{self.plan}", *self._trainable_lines(), *self._sharing_lines()]
 
     def _sharing_lines(self) -> list[str]:
-        """Which frozen chunks lie once in the host's memory, if the plan has any do so."""
+        """How many frozen chunks the ranks of this host share in its memory, if the plan shares any."""
         if not self.plan.shared_frozen:
             return []
         shared = sum(chunk["shared"] for chunk in self.facts()["chunks"])
@@ -177,7 +177,7 @@ class Inspection:
         return [f"frozen chunks once in this host's memory, gathered without a collective: {shared}", *apart]
 
     def _trainable_lines(self) -> list[str]:
-        """What is trainable, if some parameters are frozen; names without what all of them begin with."""
+        """The trainable parameters, if some are frozen; names without their common prefix."""
         by_name, numel = self.trainable, self.numel
         count = sum(by_name.values())
         if count == numel:
@@ -205,7 +205,7 @@ def planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, i
 
 
 def inspect(model: nn.Module) -> Inspection:
-    """The plan and chunks of `model`, the bytes it holds on this rank, and the bytes it has moved. Not collective.
+    """Returns the plan and chunks of `model`, the bytes it holds on this rank, and those it has moved. Not collective.
 
     Args:
         model: a model that went through `wrap`.
@@ -217,8 +217,8 @@ def inspect(model: nn.Module) -> Inspection:
         require_wrapped(
             model,
             "inspect",
-            ": call em.wrap first. An ElixirTrainer wraps its model in train(): call em.inspect behind it, or in a "
-            "callback's on_train_begin; ElixirAccelerator does so in prepare(), and Fabric in setup()",
+            ": call em.wrap first. An ElixirTrainer wraps its model in train(): call em.inspect after it, or in a "
+            "callback's on_train_begin; ElixirAccelerator wraps in prepare(), and Fabric in setup()",
         ),
         type(model).__name__,
     )

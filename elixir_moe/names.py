@@ -1,13 +1,13 @@
-"""Names that a plan and `quantize` choose among.
+"""The choices of some options of a plan and of `quantize`.
 
-Owns the names alone, without torch, so that help is quick. What a name stands for is said where it is used.
+Owns only the names, without torch, so that help is fast. Their meaning is documented where they are used.
 """
 
 from typing import Literal
 
 Master = Literal["fp32", "bf16"]
-"""How weights are kept for the update."""
+"""Dtype of the master weights."""
 Moments = Literal["fp32", "bf16", "int8"]
-"""How Adam's moments are kept."""
+"""Dtype of Adam's moments."""
 SchemeName = Literal["nf4", "mxfp4", "fp8", "int8"]
 """Formats of frozen weights."""

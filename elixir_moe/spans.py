@@ -1,6 +1,6 @@
 """Ranges for torch.profiler by the field's names: ``elixir::gather chunk 3 (...)``, ``reduce``, ``fetch``, ``update``.
 
-Owns the form of their names. Never decides what runs, and without a profiler costs the look at one flag.
+Owns the form of their names. Never decides what runs, and without a profiler costs one check of a flag.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ _NONE = nullcontext()
 
 
 def span(verb: str, what: str) -> AbstractContextManager[object]:
-    """A range ``elixir::VERB WHAT`` of a running torch.profiler.
+    """Returns a context that is the range ``elixir::VERB WHAT`` of a running torch.profiler.
 
-    A range begins with an operator. A mode that sees operators would see it, so there is no range inside of one.
+    A range begins with an operator, which dispatch modes would see: while one is on, there is no range.
     """
     if not profiler_runs() or dispatch_depth():
         return _NONE
@@ -26,6 +26,6 @@ def span(verb: str, what: str) -> AbstractContextManager[object]:
 
 
 def in_span(verb: str, what: str, work: Callable[[], _T]) -> _T:
-    """Does the work in a `span`."""
+    """Runs the work in a `span`."""
     with span(verb, what):
         return work()

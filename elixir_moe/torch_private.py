@@ -1,12 +1,12 @@
-"""The names of torch that begin with an underscore, or lie in a module whose name does; no other file has them.
+"""The private names of torch that the library uses; no other file imports any.
 
-Owns an alias or a short function for each, with its purpose, the public way that comes closest, and why that way does
-not do. Holds no state. A torch without one of them ends the import with a `TorchVersionError` that names it and the
-versions that were tested; a torch that is newer than those is reported by a warning.
+Owns an alias or a short function for each, with its purpose, the closest public alternative, and why that does not
+suffice. Holds no state. If the installed torch lacks one of them, the import fails with a `TorchVersionError` that
+names it and the tested versions; a torch newer than those causes a warning.
 
 Aliases are torch's own objects: a call through one costs no more than a call through torch. An attribute of a tensor,
-module, optimizer or operator cannot be imported, and a function around it would cost a call: such attributes stay where
-they are read, and `ATTRIBUTES` lists them. Those of `nn.Module` that a subclass or a hook relies on are among them.
+module, optimizer or operator cannot be imported, and a function around it would cost a call: such attributes are read
+where they are needed, and `ATTRIBUTES` lists them, including those of `nn.Module` that a subclass or a hook relies on.
 """
 
 import warnings
@@ -27,7 +27,7 @@ OLDEST, NEWEST = "2.11", "2.15"
 
 
 def untested() -> str | None:
-    """A sentence about the installed torch if it is newer than the newest tested one, otherwise None."""
+    """Returns a warning if the installed torch is newer than the newest tested one, otherwise None."""
     if torch.__version__ < f"{NEWEST}.9999":
         return None
     return (
@@ -68,12 +68,12 @@ except ImportError as error:
     raise _missing(f"name that an import needs ({error})") from error
 
 IMPORTED = {
-    "FakeTensor": "To tell the tensors of a trace, which have no data; torch has no public test for them.",
-    "FakeTensorMode": "A trace runs a model without memory. Tensors on meta do not do: they forget their device.",
+    "FakeTensor": "To recognize the tensors of a trace, which have no data; torch has no public test for them.",
+    "FakeTensorMode": "A trace runs a model without memory. Tensors on meta do not suffice: they forget their device.",
     "TorchDispatchMode": "Sees every operator below autograd. `TorchFunctionMode`, which is public, sees no backward.",
-    "tree_leaves": "Torch's own walk through nested arguments, with what users register. No public module has it.",
-    "tree_map": "Torch's own walk through nested arguments, as `tree_leaves`.",
-    "has_triton": "Whether Triton is there and knows the GPU. Nothing public asks both; `torch.compile` asks this.",
+    "tree_leaves": "Torch's traversal of nested arguments, with types that users register. No public module has it.",
+    "tree_map": "Torch's traversal of nested arguments, like `tree_leaves`.",
+    "has_triton": "Whether Triton is installed and supports the GPU; `torch.compile` asks this. No public name does.",
 }
 """Why the classes and functions that this file imports by their own names are needed."""
 
@@ -81,58 +81,58 @@ IMPORTED = {
 
 DisableTorchFunctionSubclass: Callable[[], AbstractContextManager[None]] = _torch("_C.DisableTorchFunctionSubclass")
 """A context in which a wrapped parameter is a plain tensor: nothing is gathered. Torch's notes on extending it name
-this class for the purpose, and no public module has it. `as_subclass` makes another tensor, not the parameter's."""
+this class for the purpose, and no public module has it. `as_subclass` makes another tensor."""
 DisableTorchFunction: Callable[[], AbstractContextManager[None]] = _torch("_C.DisableTorchFunction")
-"""A context without tensor subclasses and without modes such as `torch.device`, which would redirect what is drawn
-again. The public contexts end no mode that another began."""
+"""A context without tensor subclasses and without modes such as `torch.device`, which would redirect a repeated
+initialization. Public contexts cannot leave a mode that another context entered."""
 disable_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _torch(
     "utils._python_dispatch._disable_current_modes"
 )
-"""A context without dispatch modes, for operations that are run again while one is on. A mode can only be left by its
-own context, and this one may be the user's."""
+"""A context without dispatch modes, to repeat operations while one is on. Publicly, only its own context can leave a
+mode, and that may be the user's."""
 dispatch_modes: Callable[[], list[Any]] = _torch("utils._python_dispatch._get_current_dispatch_mode_stack")
-"""The dispatch modes that are on. Nothing public tells; a list of our own would outlive a mode that was left."""
+"""The active dispatch modes. No public function returns them, and a list of our own would miss modes that ended."""
 
 dispatch_depth: Callable[[], int] = _torch("_C._len_torch_dispatch_stack")
-"""The number of dispatch modes that are on, without a list of them: asked for each gather and reduction."""
+"""The number of active dispatch modes, without making a list: needed for each gather and reduction."""
 function_depth: Callable[[], int] = _torch("_C._len_torch_function_stack")
-"""The number of function modes that are on, `torch.device` as one among them; asked for as often."""
+"""The number of active function modes, including `torch.device`; needed as often."""
 without_last_dispatch_mode: Callable[[], AbstractContextManager[Any]] = _torch(
     "utils._python_dispatch._pop_mode_temporarily"
 )
-"""A context without the dispatch mode that was entered last, for the library's own operators in a checkpointed region.
-`disable_dispatch_modes` would also leave what the user has put around the model."""
+"""A context without the innermost dispatch mode, for the library's own operators in a checkpointed region.
+`disable_dispatch_modes` would also disable modes that the user has put around the model."""
 SELECTIVE_CHECKPOINT_MODES: tuple[type, type] = (
     _torch("utils.checkpoint._CachedTorchDispatchMode"),
     _torch("utils.checkpoint._CachingTorchDispatchMode"),
 )
-"""The modes of ``create_selective_checkpoint_contexts``, which keep operators' results by their number in a region.
-That function returns them, but to the user's `context_fn`."""
+"""The modes of ``create_selective_checkpoint_contexts``, which cache operators' results by their number in a region.
+That function returns them only to the user's `context_fn`."""
 
 # ----------------------------------------------------------------------------------------------------------- autograd
 
 graph_task_id: Callable[[], int] = _torch("_C._current_graph_task_id")
-"""The number of the backward that this thread runs, -1 outside of one. Public hooks tell only that a node is reached,
-and a forward that is run again by a checkpoint must know that it runs inside a backward."""
+"""The number of the backward that this thread runs, -1 outside of one. A forward that a checkpoint recomputes must know
+that it runs inside a backward; public hooks only report that a node is reached."""
 keeps_graph: Callable[[], bool] = _torch("_C._autograd._get_current_graph_task_keep_graph")
-"""Whether the running backward has ``retain_graph=True``. The call of `backward` is the user's: no hook is told."""
+"""Whether the running backward has ``retain_graph=True``. The user calls `backward`, and no hook gets the argument."""
 at_end_of_backward: Callable[[Callable[[], None]], None] = _torch("autograd.Variable._execution_engine.queue_callback")
-"""Calls a function when the running backward ends. A hook on the last gradient does not do: which one is last depends
-on the graph. FSDP uses the same call."""
+"""Calls a function when the running backward ends. A hook on the last gradient does not suffice: which one is last
+depends on the graph. FSDP uses the same call."""
 will_execute: Callable[[Any], bool] = _torch("_C._will_engine_execute_node")
-"""Whether the running backward comes to a node, to tell `backward` from `torch.autograd.grad`. The public hooks tell
-it only when the node is reached, which is too late to prefetch."""
+"""Whether the running backward will reach a node, to tell `backward` from `torch.autograd.grad`. Public hooks fire only
+when the node is reached, which is too late to prefetch."""
 top_saved_tensors_hooks: Callable[[bool], Any] = _torch("_C._autograd._top_saved_tensors_default_hooks")
-"""The saved-tensor hooks that are on, so that those of the user run inside ours. `saved_tensors_hooks` puts hooks on a
-stack that nothing public reads."""
+"""The active saved-tensor hooks, so that the user's run inside ours. `saved_tensors_hooks` pushes hooks onto a stack
+that no public function reads."""
 next_sequence_number: Callable[[], int] = _torch("_C._autograd._get_sequence_nr")
-"""The number of the node that autograd makes next on this thread: it is the same for all inputs that a checkpointed
-region saves. A pack hook is told nothing but the tensor."""
+"""The number of the next node that autograd makes on this thread; it is the same for all inputs that a checkpointed
+region saves. A pack hook gets only the tensor."""
 current_node: Callable[[], Any] = _torch("_C._current_autograd_node")
 """The node that autograd runs; None outside of backward. Hooks of a node (`Node.register_prehook`) would need one on
 every node of the graph."""
 interpreter: Callable[[], Any] = _torch("_C._functorch.peek_interpreter_stack")
-"""The innermost transform of `torch.func`, to refuse those that differentiate. Nothing public tells of it."""
+"""The innermost transform of `torch.func`, to refuse those that differentiate. No public function returns it."""
 DIFFERENTIATING = (_torch("_C._functorch.TransformType.Grad"), _torch("_C._functorch.TransformType.Jvp"))
 """The transforms of `interpreter` that differentiate."""
 
@@ -146,14 +146,14 @@ def running_node() -> int | None:
 # ------------------------------------------------------------------------------------------------- memory of tensors
 
 swap_tensors: Callable[[Tensor, Tensor], None] = _torch("_C._swap_tensor_impl")
-"""Exchanges what two tensors are. `torch.utils.swap_tensors`, which is public, refuses tensors with weak references,
-as recurrent modules hold them."""
+"""Swaps two tensors in place. `torch.utils.swap_tensors`, which is public, refuses tensors with weak references, which
+recurrent modules hold."""
 foreach_copy_: Callable[..., None] = _torch("_foreach_copy_")
-"""Copies many tensors by one call. The public way is a `Tensor.copy_` for each, a kernel for each gradient."""
+"""Copies many tensors in one call. The public way is one `Tensor.copy_`, and so one kernel, per gradient."""
 
 
 _storage_uses = _torch("_C._storage_Use_Count")
-"""The count of `storage_uses`, by the address of a storage. No public function tells it."""
+"""The count of `storage_uses`, by the address of a storage. No public function returns it."""
 
 
 def storage_uses(tensor: Tensor) -> int:
@@ -163,7 +163,7 @@ def storage_uses(tensor: Tensor) -> int:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Tells storages apart, those without memory too. `data_ptr()` is 0 for all on meta, and refused for fake ones."""
+    """Identifies a storage, even one without memory. `data_ptr()` is 0 for all on meta, and refused for fake ones."""
     return storage._cdata
 
 
@@ -177,11 +177,11 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 softmax_backward: Callable[..., Tensor] = _torch("_softmax_backward_data")
 """The gradient of a softmax from its output. `torch.autograd.grad` would compute the softmax again."""
 cpu_has_avx512_bf16: Callable[[], bool] = _torch("cpu._is_avx512_bf16_supported")
-"""Whether products in bf16 have an instruction. The public `get_cpu_capability` does not tell."""
+"""Whether the CPU has an instruction for products in bf16. The public `get_cpu_capability` does not include it."""
 cpu_has_amx: Callable[[], bool] = _torch("cpu._is_amx_tile_supported")
-"""Whether the CPU has AMX, which has products in bf16. The public `get_cpu_capability` does not tell."""
+"""Whether the CPU has AMX, which has products in bf16. The public `get_cpu_capability` does not include it."""
 cpu_has_amx_fp16: Callable[[], bool] = _torch("cpu._is_amx_fp16_supported")
-"""Whether products in fp16 have an instruction. The public `get_cpu_capability` does not tell."""
+"""Whether the CPU has an instruction for products in fp16. The public `get_cpu_capability` does not include it."""
 GROUPED_MM = _torch("ops.aten._grouped_mm")
 """The operator of `torch.nn.functional.grouped_mm`, which a dispatch mode sees under this name."""
 FLASH_ON_CPU = _torch("ops.aten._scaled_dot_product_flash_attention_for_cpu")
@@ -194,41 +194,41 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 # ------------------------------------------------------------------------------------------------------- process groups
 
 group_of_name: Callable[[str], dist.ProcessGroup] = _torch("distributed.distributed_c10d._resolve_process_group")
-"""The process group of a name that an operator of `COLLECTIVES` was given. The public functions take groups only."""
+"""The process group with a name, which operators of `COLLECTIVES` get. The public functions take groups only."""
 default_store: Callable[[], dist.Store] = _torch("distributed.distributed_c10d._get_default_store")
-"""The store of the default process group. A public one would be a second connection, with an address to agree on."""
+"""The store of the default process group. A public one would need a second connection, at an agreed address."""
 
 
 def process_groups() -> Collection[dist.ProcessGroup]:
-    """The process groups that exist. The public functions take a group, and raise if it has been destroyed."""
+    """The existing process groups. The public functions take a group, and raise if it has been destroyed."""
     return dist.distributed_c10d._world.pg_map
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """The kinds of devices that a process group serves. `get_backend_config` returns a text to take apart."""
+    """The kinds of devices that a process group serves. `get_backend_config` returns a string to parse."""
     return group._device_types
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of `group` for tensors on `device`. `get_backend` returns a name: nothing to abort or to ask."""
+    """The backend of `group` for tensors on `device`. `get_backend` returns only a name."""
     return group._get_backend(device)
 
 
 def issued_on(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many collectives this rank has issued on a group. No public function counts those of others too."""
+    """How many collectives this rank has issued on a group, by any library. No public function counts them."""
     return int(backend_on(group, device)._get_sequence_number_for_group())
 
 
 def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of a group's collectives. It is given to `new_group`, and no public function returns it."""
+    """The timeout of a group's collectives. `new_group` takes it, and no public function returns it."""
     timeout: timedelta = backend_on(group, device).options._timeout
     return timeout
 
 
 def abort_together(backends: list[Any]) -> None:
-    """Aborts NCCL's `backends` as one: one after another, each might wait for the kernels of the others.
+    """Aborts NCCL's `backends` together: one by one, each might wait for the kernels of the others.
 
-    The public `destroy_process_group` may wait for what is under way.
+    The public `destroy_process_group` may wait for running collectives.
     """
     backends[0]._group_start()
     for backend in backends:
@@ -237,18 +237,18 @@ def abort_together(backends: list[Any]) -> None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was cut from. Patterns are said on the axes of the root, of which a slice tells nothing."""
+    """The mesh that `mesh` was sliced from. Patterns use the axes of the root, which a slice does not know."""
     return mesh._get_root_mesh()
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis in the place of all of `mesh`, the same for every caller. `new_group` makes a new group in each call."""
+    """Returns one axis over all of `mesh`, the same for every caller. `new_group` makes a new group in each call."""
     return mesh._flatten(name)
 
 
 def fake_store() -> dist.Store:
     """A store for the backend "fake", whose ranks send nothing. No public module registers that backend."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, and takes a while
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; slow to import
 
     return FakeStore()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -258,14 +258,14 @@ def fake_store() -> dist.Store:
 Dropout: type[Any] = _torch("nn.modules.dropout._DropoutNd")
 """The base of all dropouts. A list of the public ones would miss the next."""
 IMPORTED_LATE = "torch._dynamo"
-"""The module that fake tensors and checkpoints import at their first use. Its time is spent at a better moment by
-importing it, and no public module stands for it."""
+"""The module that fake tensors and checkpoints import at their first use. Importing it earlier moves that time to a
+better moment. No public module imports it."""
 
 
 fused_adam: Callable[..., None] = _torch("_fused_adam_")
-"""Adam in one kernel. `torch.optim.adam.adam`, which is public, launches others beside it to count steps."""
+"""Adam in one kernel. `torch.optim.adam.adam`, which is public, launches further kernels to count steps."""
 fused_adamw: Callable[..., None] = _torch("_fused_adamw_")
-"""As `fused_adam`, of AdamW."""
+"""AdamW in one kernel, like `fused_adam`."""
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -274,49 +274,49 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def profiler_runs() -> bool:
-    """Whether a torch.profiler runs in this process. Nothing public tells, and `record_function` costs an operator even
-    where none does."""
+    """Whether a torch.profiler runs in this process. No public function tells, and `record_function` costs an operator
+    even without one."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def on_all_threads() -> Any:
-    """The option of torch.profiler that records threads begun before it, as the optimizer's. Nothing public does."""
+    """The option that makes torch.profiler record threads started before it, as the optimizer's; none is public."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 ATTRIBUTES = {
-    "Tensor._version": "How often a tensor was written in place. Nothing public reads the counter of a single tensor.",
-    "Tensor._base": "The tensor of a view, to name a parameter in an error. Nothing public tells.",
-    "Tensor._backward_hooks": "The hooks on a parameter: seen and carried over. `register_hook` can only add one.",
-    "Tensor._post_accumulate_grad_hooks": "As `_backward_hooks`.",
-    "Tensor._typed_storage": "A name under which a parameter is read, as a tensor subclass is told.",
-    "torch._has_compatible_shallow_copy_type": "As `_typed_storage`, of a function that reads no values.",
-    "Parameter._is_param": "The mark by which a tensor of another class is a parameter. It is set by no public call.",
-    "DTensor._local_tensor": "The very tensor of this rank. `to_local`, which is public, makes a view with autograd.",
-    "DTensor._spec": "Mesh, shape and placements as one object, to make a DTensor again without a check by all ranks.",
+    "Tensor._version": "How often a tensor was written in place. No public function reads it for a single tensor.",
+    "Tensor._base": "The tensor of a view, to name a parameter in an error. No public function returns it.",
+    "Tensor._backward_hooks": "The hooks on a parameter, to find and copy them. `register_hook` can only add one.",
+    "Tensor._post_accumulate_grad_hooks": "Like `_backward_hooks`.",
+    "Tensor._typed_storage": "A function that reads a parameter; a tensor subclass gets its name.",
+    "torch._has_compatible_shallow_copy_type": "Like `_typed_storage`, for a function that reads no values.",
+    "Parameter._is_param": "Makes a tensor of another class a parameter. No public call sets it.",
+    "DTensor._local_tensor": "The tensor of this rank itself. `to_local`, which is public, makes a view with autograd.",
+    "DTensor._spec": "Mesh, shape and placements as one object, to rebuild a DTensor without a check by all ranks.",
     "Module._parameters": "A module's own parameters by name; documented for subclasses. `setattr` checks and moves.",
-    "Module._buffers": "As `_parameters`, of buffers.",
-    "Module._modules": "As `_parameters`, of modules.",
-    "Module._non_persistent_buffers_set": "The buffers that torch does not save. A state dict would have to be made.",
-    "Module._forward_hooks": "Hooks that go from a module to its tiled one. Public functions can only add hooks.",
-    "Module._forward_hooks_with_kwargs": "As `_forward_hooks`.",
-    "Module._forward_hooks_always_called": "As `_forward_hooks`.",
-    "Module._forward_pre_hooks": "As `_forward_hooks`; also to find spectral norms, which are hooks.",
-    "Module._forward_pre_hooks_with_kwargs": "As `_forward_hooks`.",
-    "Module._backward_hooks": "As `_forward_hooks`.",
-    "Module._backward_pre_hooks": "As `_forward_hooks`.",
-    "Module._is_full_backward_hook": "As `_forward_hooks`.",
-    "Module._state_dict_hooks": "Hooks that a tiled module could not serve, so that it is refused.",
-    "Module._state_dict_pre_hooks": "As `_state_dict_hooks`.",
-    "Module._load_state_dict_pre_hooks": "As `_state_dict_hooks`.",
-    "Module._load_state_dict_post_hooks": "As `_state_dict_hooks`.",
-    "Module._save_to_state_dict": "Documented for subclasses; to see whether one has it.",
-    "Module._load_from_state_dict": "As `_save_to_state_dict`.",
-    "Module._compiled_call_impl": "Whether `module.compile()` was called. Nothing public tells.",
-    "OptimizedModule._orig_mod": "Whether a module is made by `torch.compile`, whose class is private itself.",
-    "Optimizer._optimizer_step_pre_hooks": "The hooks of the optimizer that a sharded one stands for.",
-    "Optimizer._optimizer_step_post_hooks": "As `_optimizer_step_pre_hooks`.",
-    "OpOverload._schema": "What an operator writes, as a dispatch mode sees it. Nothing public tells.",
+    "Module._buffers": "Like `_parameters`, for buffers.",
+    "Module._modules": "Like `_parameters`, for modules.",
+    "Module._non_persistent_buffers_set": "The buffers that torch does not save; publicly only by making a state dict.",
+    "Module._forward_hooks": "Hooks that move from a module to its tiled one. Public functions can only add hooks.",
+    "Module._forward_hooks_with_kwargs": "Like `_forward_hooks`.",
+    "Module._forward_hooks_always_called": "Like `_forward_hooks`.",
+    "Module._forward_pre_hooks": "Like `_forward_hooks`; also to find spectral norms, which are hooks.",
+    "Module._forward_pre_hooks_with_kwargs": "Like `_forward_hooks`.",
+    "Module._backward_hooks": "Like `_forward_hooks`.",
+    "Module._backward_pre_hooks": "Like `_forward_hooks`.",
+    "Module._is_full_backward_hook": "Like `_forward_hooks`.",
+    "Module._state_dict_hooks": "Hooks that a tiled module could not run, so that it is refused.",
+    "Module._state_dict_pre_hooks": "Like `_state_dict_hooks`.",
+    "Module._load_state_dict_pre_hooks": "Like `_state_dict_hooks`.",
+    "Module._load_state_dict_post_hooks": "Like `_state_dict_hooks`.",
+    "Module._save_to_state_dict": "Documented for subclasses; to see whether one overrides it.",
+    "Module._load_from_state_dict": "Like `_save_to_state_dict`.",
+    "Module._compiled_call_impl": "Whether `module.compile()` was called. No public function tells.",
+    "OptimizedModule._orig_mod": "Whether a module was made by `torch.compile`; its class is private too.",
+    "Optimizer._optimizer_step_pre_hooks": "The hooks of the optimizer that a sharded one replaces.",
+    "Optimizer._optimizer_step_post_hooks": "Like `_optimizer_step_pre_hooks`.",
+    "OpOverload._schema": "Which arguments an operator writes, in a dispatch mode. No public name has it.",
     "OpOverload._overloadpacket": "The operator of an overload: the key of torch's public `flop_registry`.",
 }
 """The private attributes that other files read or set in place, each with its reason."""
@@ -337,7 +337,7 @@ _INSIDE = (
 )
 """The private names that the functions above use."""
 _OWNERS = {"torch": torch, "Tensor": Tensor, "Module": nn.Module(), "OpOverload": torch.ops.aten.add.Tensor}
-"""Those owners of `ATTRIBUTES` that cost nothing to make; tests look at the others."""
+"""The owners of `ATTRIBUTES` that are cheap to make; tests check the others."""
 
 
 def _check(paths: Iterable[str]) -> None:

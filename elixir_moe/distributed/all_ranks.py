@@ -1,8 +1,7 @@
 """Exchanges of small values between all ranks, comparisons of them, and errors that all ranks raise together.
 
-Owns the rule that an error of one rank is an error of all: of the same type, with the same text, on every rank. Owns
-the message about a value that differs between ranks, and the gloo process groups on which the ranks of a wrapped model
-agree.
+Owns the rule that an error of one rank is raised on all, with the same type and the same message. Owns the message about
+a value that differs between ranks, and the gloo process groups on which the ranks of a wrapped model agree.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ _MOST_TEXT = 300
 
 
 def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
-    """The small `value` of every rank of `process_group`, by default of the world, in rank order. Collective."""
+    """Returns the small `value` of every rank of `process_group`, by default the world, in rank order. Collective."""
     return _gathered(value, process_group, "an exchange between all ranks")
 
 
@@ -92,11 +91,11 @@ def raise_on_all_ranks(
     *,
     error: type[ElixirError] | None = None,
 ) -> list[T]:
-    """Runs `work`, which is no collective, on every rank; returns the small results, in rank order. Collective.
+    """Runs `work`, which must not be collective, on every rank; returns its small results, by rank. Collective.
 
     Args:
-        what: the finished work in words, for the message if a rank is gone: "wrote their files".
-        work: any `Exception` it raises is an error of all ranks.
+        what: the work in the past tense, for the message if a rank is gone: "wrote their files".
+        work: any `Exception` it raises becomes an error on all ranks.
         process_group: the ranks; by default the world.
         error: the type to raise; by default that of the first failed rank, or ElixirError for an error of Python, torch
             or the system.
@@ -119,13 +118,13 @@ def raise_on_all_ranks(
         return [found for _, found in everyone]
     rank, kind, text = failures[0]
     if error is None and len({failure[1:] for failure in failures}) == 1 and len(failures) == len(ranks):
-        raise kind(text) from raised  # every rank alone would have raised the same
+        raise kind(text) from raised  # each rank would have raised the same by itself
     others = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
 
 
 def made_on_all_ranks(what: str, make: Callable[[], T]) -> T:
-    """What `make`, which is no collective, has made on this rank. Raises as `raise_on_all_ranks`. Collective."""
+    """Returns what `make` makes on this rank; it must not be collective. Raises as `raise_on_all_ranks`. Collective."""
     made: list[T] = []
     raise_on_all_ranks(what, lambda: made.append(make()))
     return made[0]
@@ -135,7 +134,7 @@ class ControlGroups:
     """The gloo process groups of one wrapped model, for small exchanges. The constructor is collective."""
 
     def __init__(self, peers: tuple[int, ...], wanted: Iterable[tuple[int, ...]]) -> None:
-        """`peers` are the ranks that hold the model; full weights are gathered over the ranks in `wanted`."""
+        """`peers`: the ranks that hold the model. `wanted`: the sets of ranks over which full weights are gathered."""
         self.peers = peers
         self.has_stages = len(peers) < dist.get_world_size()
         """Whether other ranks hold other pipeline stages."""
@@ -153,7 +152,7 @@ class ControlGroups:
         return self.by_ranks.get(self.peers, self.control)
 
     def background(self) -> dist.ProcessGroup:
-        """Another process group of all ranks, for a thread beside training; made by the first call. Collective."""
+        """A second process group of all ranks, for a background thread; the first call makes it. Collective."""
         if "background" not in self._of_all:
             self._of_all["background"] = dist.new_group(backend="gloo", timeout=world_timeout())
         return self._of_all["background"]
@@ -164,7 +163,7 @@ class ControlGroups:
             dist.all_reduce(values, group=self.by_ranks[self.peers])
 
     def sum_over_stages(self, values: torch.Tensor) -> None:
-        """Sums values on which peers agree over all pipeline stages, in place. Collective."""
+        """Sums values that are equal on all peers over the pipeline stages, in place. Collective."""
         if self.has_stages:
             values /= len(self.peers)
             dist.all_reduce(values, group=self.control)
@@ -172,30 +171,30 @@ class ControlGroups:
     def close(self) -> None:
         """Destroys all process groups. Collective."""
         try:
-            with Wait("the agreement of all ranks on the end"):
+            with Wait("the barrier of all ranks before they close"):
                 dist.barrier(group=self.control)  # a group destroyed while a peer still joins it fails there
         finally:
-            self.close_alone()
+            self.close_local()
 
     def end(self) -> None:
-        """Has all small exchanges that are under way fail; from any thread."""
+        """Makes all small exchanges in progress fail; from any thread."""
         for group in (*self.by_ranks.values(), self.control):
             end_gloo(group)
 
-    def close_alone(self) -> None:
-        """Destroys all process groups, on this rank alone; a second call does nothing."""
+    def close_local(self) -> None:
+        """Destroys all process groups, on this rank only; a second call does nothing."""
         drop_groups((*self.by_ranks.values(), *self._of_all.values()))
         self._drop()
 
     def replace(self, control: Callable[[], dist.ProcessGroup]) -> None:
-        """Drops all process groups in the middle of a step; `control` then makes another one of all ranks."""
+        """Drops all process groups in the middle of a step; `control` then makes a new one of all ranks."""
         self._drop()
         self._of_all["control"] = control()
 
     def _drop(self) -> None:
-        """Lets go of all process groups.
+        """Drops the references to all process groups.
 
-        The connections and threads of gloo end only when nothing references its process group; peers that wait for this
+        gloo's connections and threads end only when nothing references their process group; peers that wait for this
         rank then fail.
         """
         self.by_ranks.clear()
@@ -203,14 +202,14 @@ class ControlGroups:
 
 
 def drop_all(groups: ControlGroups, communicators: Iterable[Communicator]) -> None:
-    """Destroys the process groups of a model that nobody holds any more, on this rank alone."""
-    groups.close_alone()
+    """Destroys the process groups of a model that was garbage-collected, on this rank only."""
+    groups.close_local()
     for communicator in communicators:
         communicator.close()
 
 
 class Deferred:
-    """Work between collectives: its failure waits for `settle`, since the other ranks are in the next collective."""
+    """Work between collectives; `settle` raises its failure, since the other ranks are already in the next one."""
 
     def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
         """`what` and `error` as in `raise_on_all_ranks`."""
@@ -219,7 +218,7 @@ class Deferred:
         self._failure: Exception | None = None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Does the work, unless earlier work has failed."""
+        """Runs the work, unless earlier work has failed."""
         if self._failure is None:
             try:
                 work()
@@ -227,7 +226,7 @@ class Deferred:
                 self._failure = error
 
     def settle(self) -> None:
-        """Raises on all ranks of the world, as `raise_on_all_ranks`, if work has failed on any. Collective."""
+        """Raises on all ranks of the world, as `raise_on_all_ranks`, if work failed on any of them. Collective."""
         raise_on_all_ranks(self._what, self._check, error=self._error)
 
     def _check(self) -> None:

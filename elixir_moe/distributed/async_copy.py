@@ -1,7 +1,7 @@
-"""The way of a few numbers from the device to the host.
+"""Asynchronous copies of a few numbers from the device to the host.
 
-Owns the waits of the mixture layer, and of the optimizer for the norm of the step before. Decides nothing, and is never
-asked for numbers that the host knows.
+Owns the waits of the mixture layer, and of the optimizer for the norm of the previous step. Decides nothing, and is
+never used for numbers that the host knows.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def copy_to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
-    """Begins to copy `numbers` to the host; the returned function waits for the copy and returns them as lists.
+    """Starts copying `numbers` to the host; the returned function waits for the copy and returns them as lists.
 
-    On a GPU the wait is for the copy alone: work issued after the call runs on.
+    On a GPU it waits for the copy only, not for work issued after the call.
     """
     if not numbers.is_cuda:
         return numbers.tolist

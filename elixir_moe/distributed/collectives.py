@@ -1,7 +1,7 @@
 """Collectives on chunks: the all-gather of weights and the reduction of gradients.
 
 Owns the process groups of chunks and the implementation for each backend. Decides nothing: `gathers` and `reductions`
-say what and when.
+choose the chunks and the time.
 
 Gathers and reductions have process groups of their own, so that a gather never waits behind a reduction on the wire.
 On NCCL both run in place in the block, or a reduction in a staging buffer into which 16-bit gradients are widened, so
@@ -25,7 +25,7 @@ from elixir_moe.kernels import add_and_square
 from elixir_moe.torch_private import abort_together, backend_on, devices_of, issued_on, process_groups, timeout_on
 
 _TAG_OF_NONE = 1 << 30
-"""The tag of a message that nobody sends; those of chunks are their indices."""
+"""The tag of a message that nobody sends; the tag of a chunk is its index."""
 
 
 class Work:
@@ -45,11 +45,11 @@ class Work:
         self._finish = finish
         self._what, self._ranks, self._turn = what, ranks, turn
         self.lost: Callable[[], None] | None = None
-        """Called if the host's part fails or is interrupted, whoever waits: a part of the result may be gone."""
+        """Called if the host's part fails or is interrupted in any waiter: part of the result may be lost."""
         self._events: list[torch.cuda.Event] = []
         self._device: torch.device | None = None
         self._behind: list[torch.cuda.Stream] = []
-        """Streams that have waited."""
+        """Streams that are already ordered after the operation."""
 
     def mark(self, stream: "torch.cuda.Stream") -> None:
         """Makes everything issued to `stream` so far part of the operation."""
@@ -70,7 +70,7 @@ class Work:
             self._behind.append(current)
 
     def synchronize(self) -> None:
-        """Blocks the host until the operation is done, and no stream. For any thread if nothing is `pending`."""
+        """Blocks the host, and no stream, until the operation is done. For any thread unless it is `pending`."""
         self._end()
         for event in self._events:
             event.synchronize()
@@ -82,7 +82,7 @@ class Work:
                 with Wait(self._what, self._ranks, self._turn):
                     while self._works:
                         self._works[0].wait()
-                        del self._works[0]  # not before: after an interrupt it is waited for again
+                        del self._works[0]  # only now: after an interrupt, it must be waited for again
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
@@ -93,7 +93,7 @@ class Work:
 
 
 class Reduced(Protocol):
-    """A function that takes this rank's result of a reduction."""
+    """A callback for this rank's result of a reduction."""
 
     def __call__(self, reduced: torch.Tensor, squares: float | None = None) -> None:
         """`squares` is the sum of squares of `reduced`, if known."""
@@ -117,10 +117,10 @@ class Communicator:
         if groups:
             self._gather_group, self._reduce_group = groups
         self.over_gloo = device is not None and bool(groups) and goes_over_gloo(groups[0], device)
-        """Chunks go in messages over gloo, and sums are made here."""
+        """Chunks are sent as gloo messages, and sums are computed here."""
         self.tagged = self.over_gloo or not groups
-        """Messages are matched by tags. Elsewhere, on NCCL, only their order matches collectives, over all process
-        groups together: nothing that depends on time may then decide when one is issued."""
+        """Messages are matched by tags. Otherwise, on NCCL, collectives are matched only by their order over all
+        process groups together: then nothing that depends on time may decide when one is issued."""
 
     @property
     def issued(self) -> list[int]:
@@ -134,24 +134,24 @@ class Communicator:
         return [issued_on(group, self._device) for group in self._groups]
 
     def all_gather(self, buffer: torch.Tensor, tag: int, *, of: str = "a chunk") -> Work:
-        """In place: slice `index` of `buffer`'s `size` equal slices is this rank's, the others arrive.
+        """Gathers in place: of `buffer`'s `size` equal slices, slice `index` is this rank's; the others are received.
 
-        `tag` is the same on all ranks for the same content, and matches messages where the backend has tags. `of` is
-        the content in words, for error messages.
+        `tag`, equal on all ranks for the same content, matches messages where the backend has tags. `of` describes the
+        content in error messages.
         """
         if self._issued is None:
             return Work()
         what, turn = self._issued.gather(of)
         slices = buffer.view(self.size, -1)
         if not self.over_gloo:
-            own = slices[self.index].view(torch.uint8)  # NCCL does not know all dtypes
-            with Wait(what, self.ranks):  # in stream order; the host goes on, but over gloo
+            own = slices[self.index].view(torch.uint8)  # NCCL does not support all dtypes
+            with Wait(what, self.ranks):  # in stream order; the host does not wait, except over gloo
                 gather_into(buffer.view(torch.uint8), own, self._gather_group)
             return Work()
         slices = slices.view(torch.uint8)
         works = []
-        with Wait(what, self.ranks, turn):  # to begin one fails where another rank has ended the connections
-            for step in range(1, self.size):  # every rank starts with another peer
+        with Wait(what, self.ranks, turn):  # issuing a message fails if another rank has closed the connections
+            for step in range(1, self.size):  # every rank starts with a different peer
                 to, source = (self.index + step) % self.size, (self.index - step) % self.size
                 works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
                 works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
@@ -171,13 +171,12 @@ class Communicator:
 
         Args:
             buffer: one gradient of every parameter; must not change until the work is waited for.
-            staging: where `over_gloo` as large as `buffer`, for two ranks as large as a slice; required if
-                `needs_staging`.
-                Elsewhere None, or as many elements of a wider dtype, in which the gradients are then summed. In use
-                until the work is waited for.
-            then: called once, in `wait` where `over_gloo`, at once (in stream order) elsewhere; gets the sum of squares
+            staging: if `over_gloo`, as large as `buffer`, or for two ranks as large as a slice; required if
+                `needs_staging`. Otherwise None, or as many elements of a wider dtype, in which gradients are summed.
+                In use until the work is waited for.
+            then: called once: in `wait` if `over_gloo`, otherwise at once (in stream order). It gets the sum of squares
                 too, if the reduction has computed it.
-            place: memory for the sum, (numel / size,), so that `then` need not copy it; where `over_gloo` only.
+            place: memory for the sum, (numel / size,), so that `then` need not copy it; only if `over_gloo`.
             tag: as in `all_gather`.
             of: as in `all_gather`.
         """
@@ -201,7 +200,7 @@ class Communicator:
             with Wait(what, self.ranks, turn):
                 work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
             return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks, turn=turn)
-        # Each of two ranks receives one slice of the other, right where the sum will be, and reads its own in place.
+        # Each of two ranks receives one slice from the other directly into the sum's memory, and adds its own.
         if place is None:
             assert staging is not None
             place = staging
@@ -244,9 +243,10 @@ class Communicator:
         return Work([work], finish, what=what, ranks=self.ranks, turn=turn)
 
     def connect(self) -> None:
-        """Has NCCL make its communicators now rather than in the first backward; nothing on other backends. Collective.
+        """Makes NCCL create its communicators now instead of in the first backward. Collective.
 
-        Their buffers belong to the kind of collective, so a few bytes take the way of chunks.
+        NCCL has buffers for each kind of collective, so a few bytes go through those that chunks use. Other backends
+        need nothing.
         """
         if self._device is not None and self._device.type == "cuda" and not self.over_gloo:
             buffer = torch.zeros(self.size, device=self._device)
@@ -255,7 +255,7 @@ class Communicator:
             self.all_reduce(buffer, lambda *_: None, of="no chunk, to connect").wait()
 
     def close(self) -> None:
-        """Destroys the process groups, on this rank alone."""
+        """Destroys the process groups, on this rank only."""
         drop_groups(self._groups)
         self.drop()
 
@@ -275,7 +275,7 @@ class Communicator:
 
 
 def gather_into(table: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gathers `mine` of each rank of `group` into `table`, where they lie one behind the other. Collective."""
+    """Gathers `mine` of each rank of `group` into `table`, one after the other. Collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(table, mine, group=group)
 
@@ -289,7 +289,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     served = sorted({served.type for served in devices_of(group)})
     if device.type not in served:
         raise ConfigError(
-            f"device={str(device)!r}: torch.distributed was started for tensors on {served} alone: start it by "
+            f"device={str(device)!r}: torch.distributed was started only for tensors on {served}: start it by "
             f"em.init_mesh(), or with backend='cpu:gloo,cuda:nccl'"
         )
     name: str = backend_on(group, device).name()
@@ -297,7 +297,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def goes_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether chunks on `device` go in messages over gloo: those of a CPU, whose memory gloo can read."""
+    """Whether chunks on `device` are sent as gloo messages: gloo can only read CPU memory."""
     return backend_of(group, device) == "gloo" and device.type == "cpu"
 
 
@@ -312,7 +312,7 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """As `Communicator.connect`, for a process group of a mesh: by an all-reduce and an all-to-all. Collective."""
+    """Connects a mesh's process group like `Communicator.connect`, by an all-reduce and an all-to-all. Collective."""
     if device.type == "cuda" and backend_of(group, device) == "nccl":
         token = torch.zeros(group.size(), device=device)
         dist.all_reduce(token, group=group)
@@ -320,21 +320,21 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def world_timeout() -> timedelta:
-    """The timeout of the default process group's collectives, which the library's own use too."""
+    """The timeout of the default process group's collectives, also used by the library's own groups."""
     return timeout_of(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of `group`'s collectives: of those on CPU tensors, if it serves any."""
+    """The timeout of `group`'s collectives; of those on CPU tensors if it serves any."""
     served = min(devices_of(group), key=lambda device: device.type != "cpu")  # plain "nccl" serves no CPU tensors
     return timeout_on(group, served)
 
 
 def abort_nccl() -> None:
-    """Ends the NCCL collectives of this process that are under way, and makes later ones fail; from any thread.
+    """Ends the running NCCL collectives of this process, and makes later ones fail; from any thread.
 
-    A kernel that waits for a rank which will not come ends as well, so that a host that waits for its GPU goes on. The
-    results of what was under way are undefined.
+    A kernel that waits for a missing rank ends too, so that a host waiting for its GPU continues. The results of the
+    collectives that were running are undefined.
     """
     groups = list(process_groups())
     found = {backend_on(group, device): None for group in groups for device in devices_of(group)}
@@ -343,9 +343,9 @@ def abort_nccl() -> None:
 
 
 def end_gloo(group: dist.ProcessGroup) -> None:
-    """Ends the collectives of a gloo group that are under way, on all its ranks; from any thread.
+    """Ends the running collectives of a gloo group, on all its ranks; from any thread.
 
-    gloo closes the connections of a group as soon as one wait in it is over time.
+    gloo closes the connections of a group as soon as one wait in it times out.
     """
     message = torch.empty(1, device="cpu")
     with suppress(RuntimeError):
@@ -369,7 +369,7 @@ def next_exchange(group: dist.ProcessGroup) -> Turn:
 
 
 def drop_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroys those process groups that still exist, on this rank alone."""
+    """Destroys those process groups that still exist, on this rank only."""
     for group in groups:
         if group in process_groups():
             dist.destroy_process_group(group)
@@ -378,13 +378,13 @@ def drop_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 def make_groups(
     wanted: Iterable[tuple[int, ...]], backend: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each wanted tuple of two or more ranks, in one order on all ranks. Collective over the world.
+    """Makes a process group for each wanted tuple of several ranks, in one order on all ranks. Collective over all.
 
     Each rank names only the groups it is in; all ranks make the union of them, as `dist.new_group` requires.
     """
     mine = {ranks for ranks in wanted if len(ranks) > 1}
     everyone: list[Any] = [None] * dist.get_world_size()
-    with Wait("the making of process groups by all ranks"), _unbound(backend):
+    with Wait("the creation of process groups by all ranks"), _unbound(backend):
         dist.all_gather_object(everyone, sorted(mine))
         union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
         made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
@@ -393,10 +393,10 @@ def make_groups(
 
 @contextmanager
 def _unbound(backend: str | None) -> Iterator[None]:
-    """Groups of `backend` can be made though torch.distributed was started with a `device_id`.
+    """A context to make groups of `backend` even if torch.distributed was started with a `device_id`.
 
     For each new group torch then makes the ranks outside of it join a split of the world's NCCL communicator, whatever
-    the backend. The members of a gloo group take no part in it, so the others would hang.
+    the backend. The members of a gloo group do not join, so the others would hang.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

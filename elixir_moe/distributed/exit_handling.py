@@ -1,11 +1,10 @@
 """The exit of a process that still has process groups, as after an error.
 
-Owns the last action before Python finalizes. gloo's worker threads free the tensors of a finished collective, for which
-they take Python's GIL. A worker that asks for the GIL while Python finalizes would end the process with SIGABRT
-(csrc/ending.hpp). Whether a worker is done cannot be seen from outside, and waiting for a worker whose peers are gone
-would hang, so such a worker is left blocked. It may then hold the mutex of its process group, for which the group's
-destructor would wait, so process groups are kept until the process has exited: destroyed ones, too, which torch's
-caches and meshes may hold until then.
+Owns the last action before Python finalizes. gloo's worker threads take Python's GIL to free the tensors of a finished
+collective. A worker that asks for the GIL while Python finalizes would end the process with SIGABRT
+(csrc/ending.hpp). Nothing shows whether a worker is done, and waiting for a worker whose peers are gone would hang, so
+such a worker is left blocked. It may hold the mutex of its process group, which the group's destructor needs. So all
+process groups are kept until the process has exited, including destroyed ones that torch's caches and meshes may hold.
 """
 
 import atexit
@@ -22,7 +21,7 @@ from elixir_moe.torch_private import backend_on, devices_of, process_groups
 def keep_exit_codes() -> None:
     """Makes this process end with its own exit code, whatever gloo's workers are doing then.
 
-    Without the native module it is as torch leaves it.
+    Without the native module it changes nothing.
     """
     if _native is not None and dist.is_available():
         _seen().update(process_groups())

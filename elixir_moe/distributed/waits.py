@@ -1,8 +1,8 @@
-"""The open waits of this process for other ranks, its position, and the time that the waits take.
+"""The open waits of this process for other ranks, the positions of its threads, and the time that waits take.
 
-Owns the list of open waits, the position of each thread, the numbers of collectives, and the time in which a step
-waits. A wait ends with its collective, by the timeout of torch.distributed, or where ranks wait for each other
-(`deadlock_of`). `watchdog` reports long waits, and ends those.
+Owns the list of open waits, the position of each thread, the numbers of collectives, and the waiting time of a step. A
+wait ends with its collective, by the timeout of torch.distributed, or because ranks wait for each other
+(`deadlock_of`). `watchdog` reports long waits, and ends deadlocks.
 
 The library waits for collectives only inside a `Wait`, which costs two updates of a dict.
 """
@@ -41,12 +41,12 @@ class Wait:
     __slots__ = ("begun", "deadlock", "found", "ranks", "turn", "what")
 
     def __init__(self, what: str, ranks: Sequence[int] | None = None, turn: "Turn | None" = None) -> None:
-        """`what` is the collective in words; `ranks` take part in it, by default the world. `turn`: its number."""
+        """`what` describes the collective, `ranks` take part in it (by default the world), `turn` is its number."""
         self.what = what
         self.ranks = ranks
         self.turn = turn
         self.deadlock = ""
-        """Who waits for whom, if the collective can never end."""
+        """Which rank waits for which, if the collective can never end; else empty."""
         self.found = ""
         """Positions of the other ranks, once the wait has lasted for a period."""
         self.begun: _Moment | None = None
@@ -72,7 +72,7 @@ class Wait:
 
 
 def wait_for_event(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    """Orders `stream`, the current one, behind `event`, the end of a collective. The host does not wait."""
+    """Orders `stream`, the current one, after `event`, the end of a collective. The host does not wait."""
     begun = None if WAITS.timer is None else WAITS.timer.begun()
     stream.wait_event(event)
     if begun is not None and WAITS.timer is not None:
@@ -80,11 +80,11 @@ def wait_for_event(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
 
 
 class BusyTime:
-    """The time some work takes, without that in which it waits for other ranks.
+    """Measures the time of some work without its waits for other ranks.
 
-    Every rank of a step with collectives takes as long as the slowest, also where the host only sees itself wait for
-    its GPU (`.item()`). So on a GPU events are recorded on the stream around the work and around each wait in it. A
-    wait of the host counts as far as the stream has run out of work meanwhile. On a CPU the host's clock is read there.
+    In a step with collectives every rank takes as long as the slowest, even if the host only waits for its own GPU
+    (`.item()`). So on a GPU, events are recorded on the stream around the work and around each wait in it; a wait of
+    the host counts only while the stream has no other work. On a CPU, the host's clock is read instead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,13 +94,13 @@ class BusyTime:
         self._waits: list[tuple[_Moment, _Moment]] = []
 
     def start(self) -> None:
-        """The work begins, on this thread and the current stream."""
+        """Begins to measure, on this thread and the current stream."""
         self._where, self._waits = self._here(), []
         self._start = self._now()
         WAITS.timer = self
 
     def stop(self) -> float:
-        """The work is issued: waits for its end and returns the busy seconds."""
+        """Waits for the end of the issued work and returns its busy seconds."""
         WAITS.timer = None
         end = self._now()
         if self._device.type == "cuda":
@@ -108,11 +108,11 @@ class BusyTime:
         return self._seconds(self._start, end) - sum(self._seconds(*wait) for wait in self._waits)
 
     def begun(self) -> _Moment | None:
-        """A wait begins; None if on another stream or thread than the work, whose waits delay nothing by themselves."""
+        """Notes the beginning of a wait; None on another stream or thread, whose waits do not delay the work."""
         return self._now() if self._here() == self._where else None
 
     def ended(self, begun: _Moment) -> None:
-        """The wait has ended that began at `begun`."""
+        """Notes the end of the wait that began at `begun`."""
         self._waits.append((begun, self._now()))
 
     def _here(self) -> Any:
@@ -130,21 +130,21 @@ class BusyTime:
 
 
 class Series:
-    """The collectives of one kind that all of `ranks` issue in one order, on one thread of each at a time."""
+    """The collectives of one kind that all of `ranks` issue in one order, each on one thread at a time."""
 
     def __init__(self, kind: str, ranks: Sequence[int], end: Callable[[], None]) -> None:
-        """`end`, called from any thread, has the collectives of this rank that are under way fail."""
+        """`end`, which any thread may call, makes the running collectives of this rank fail."""
         made = f"{kind} {zlib.crc32(repr(list(ranks)).encode()):x}"
         WAITS.made[made] += 1
         self.name = f"{made} {WAITS.made[made]}"
-        """The same on all ranks, and no other series'."""
+        """A unique name, equal on all ranks."""
         self.end = end
         self.issued = 0
         """Number of collectives that this rank has issued."""
         WAITS.series = (*(known for known in WAITS.series if known() is not None), weakref.ref(self))
 
     def next(self) -> "Turn":
-        """Counts one more collective, which is about to be issued."""
+        """Counts a collective that is about to be issued."""
         self.issued += 1
         return Turn(self, self.issued)
 
@@ -158,7 +158,7 @@ class Turn:
 
 
 class Issued:
-    """The number of collectives a rank has issued in one communicator; reported as long as the communicator lives."""
+    """Counts the collectives that a rank has issued in one communicator, for messages while the communicator lives."""
 
     def __init__(self, ranks: Sequence[int], end: Callable[[], None]) -> None:
         """`end`: as for `Series`."""
@@ -167,12 +167,12 @@ class Issued:
         WAITS.issued = (*(known for known in WAITS.issued if known() is not None), weakref.ref(self))
 
     def gather(self, of: str) -> tuple[str, Turn]:
-        """Counts one more gather; returns it in words too."""
+        """Counts a gather; returns its description and its number."""
         turn = self._gathers.next()
         return f"gather {turn.number} {self.over}, that of {of}", turn
 
     def reduction(self, of: str) -> tuple[str, Turn]:
-        """Counts one more reduction; returns it in words too."""
+        """Counts a reduction; returns its description and its number."""
         turn = self._reductions.next()
         return f"reduction {turn.number} {self.over}, that of {of}", turn
 
@@ -182,25 +182,25 @@ class Issued:
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """A rank that waits in a collective of a series, as it tells the others."""
+    """The wait of a rank in a collective of a series, as reported to the other ranks."""
 
     what: str
     ranks: Sequence[int]
     series: str
     number: int
     issued: Mapping[str, int]
-    """By series: the number of collectives that this rank has issued."""
+    """{series: number of collectives that this rank has issued}."""
 
     def waits_for(self, other: "RankWait") -> bool:
-        """Whether the other one has not issued the collective; one that does not know the series may have."""
+        """Whether the other rank has not issued the collective; a rank that does not know the series may have."""
         return other.issued.get(self.series, self.number) < self.number
 
 
 def deadlock_of(mine: int, standing: Mapping[int, RankWait]) -> str:
-    """Why rank `mine` can never go on, in words; empty if it may.
+    """Explains why rank `mine` can never continue; empty if it may.
 
-    Such a rank waits in a collective that another such rank has not issued. That one would have to leave its own wait
-    first, and none can be the first to leave. So it does not matter when each rank has said where it stands.
+    A deadlocked rank waits in a collective that another deadlocked rank has not issued. That one would have to leave
+    its own wait first, and none can be the first to leave. So the result does not depend on when each rank reported.
     """
     blockers = {
         rank: [other for other in place.ranks if other in standing and place.waits_for(standing[other])]
@@ -228,17 +228,17 @@ class Position:
     waiting: bool
     """The thread is in a collective."""
     what: str
-    """The collective, or the line of code."""
+    """The name of the collective, or the line of code."""
 
     def __str__(self) -> str:
         return f"{'in' if self.waiting else 'at'} {self.what}"
 
 
 def training_position() -> Position:
-    """The position of the training: that of the main thread, or of a thread of autograd that works for it.
+    """The position of the training: that of the main thread, or of a thread on which autograd runs its backward.
 
-    On a GPU, autograd runs backward on threads of its own while the main thread stands still. They are seen while they
-    run hooks of the library. Python has not started them, so their stacks do not begin in `threading`.
+    On a GPU, autograd runs backward on threads of its own while the main thread waits. They are found while they run
+    hooks of the library: Python has not started them, so their stacks do not begin in `threading`.
     """
     main = threading.main_thread().ident
     frames = _frames()
@@ -250,8 +250,8 @@ def training_position() -> Position:
 def _frames() -> dict[int, FrameType]:
     """The frames of the other threads.
 
-    Its own would be a cycle with what it finds, which would keep the tensors in all frames until the next collection of
-    garbage.
+    The frame of this thread would refer to the result and so form a cycle, which would keep the tensors of all frames
+    alive until the next garbage collection.
     """
     frames = sys._current_frames()
     del frames[threading.get_ident()]
@@ -295,7 +295,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Waits:
-    """What this process waits for at present."""
+    """The current waits of this process."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -309,16 +309,16 @@ class Waits:
         self.callers: set[int] = set()
         """The threads that have called wrapped models."""
         self.made: Counter[str] = Counter()
-        """By kind and ranks: the number of series made."""
+        """{kind and ranks: number of series made}."""
         self.find_deadlock: Callable[[Wait], str] = lambda wait: ""
         """Asks the other ranks whether a wait that has failed could never have ended; set by `watchdog`."""
         self.timer: BusyTime | None = None
-        """What times the waits at present."""
+        """The measurement in progress, if any."""
 
     def rank_wait(self, wait: Wait, world: int) -> RankWait | None:
-        """What this rank tells the others of a wait in a collective of a series; None for any other wait.
+        """Describes a wait in a collective of a series for the other ranks; None for any other wait.
 
-        None also where several threads train, each a model of its own: a wait of one does not keep the others.
+        None also if several threads train, each its own model: a wait of one does not block the others.
         """
         if wait.turn is None or len(self.callers) > 1:
             return None
@@ -331,7 +331,7 @@ WAITS = Waits()
 
 
 def describe_waits() -> str:
-    """The open waits of all threads, or else the position of the training; then the numbers of collectives issued."""
+    """Describes the open waits of all threads, or else the position of the training, and the collectives issued."""
     waits, frames = list(WAITS.open.items()), _frames()
     places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits] or [str(training_position())]
     counts = [str(issued) for known in WAITS.issued if (issued := known()) is not None]

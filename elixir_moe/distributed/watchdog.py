@@ -1,16 +1,16 @@
 """The thread of a process that watches its waits for other ranks.
 
-Owns the thread, what ranks tell each other outside their collectives, and the warnings of long waits. It uses the store
-with which the ranks met, never a process group, which may hang. No result depends on the clock here. A wait is ended by
-the timeout of torch.distributed, or because ranks wait for each other.
+Owns the thread, the reports that ranks exchange outside their collectives, and the warnings of long waits. It uses the
+rendezvous store of torch.distributed, never a process group, which may hang. No result depends on the clock here: a
+wait is ended by the timeout of torch.distributed, or because ranks wait for each other.
 
-    look      tells the others the position of this rank; a stack is read only if no wait has begun since the last look
-    warning   of a wait that has lasted for a period (`ELIXIR_WAIT_SECONDS`), once, with the positions of the others;
-              if the wait fails, its error has them too
-    deadlock  a rank that has waited for a second in a collective with a number (`Series`) says so. Where ranks wait for
-              each other (`deadlock_of`), each ends its own wait by an OutOfStepError
+    look      reports the position of this rank; reads a stack only if no wait has begun since the last look
+    warning   once, about a wait that has lasted for a period (`ELIXIR_WAIT_SECONDS`), with the positions of the other
+              ranks; if the wait fails, its error contains them too
+    deadlock  a rank that has waited for a second in a numbered collective (`Series`) reports it. If ranks wait for each
+              other (`deadlock_of`), each ends its own wait with an OutOfStepError
 
-Words of a stopped or dead process cease; those of a rank in an endless loop continue, and show its position.
+A stopped or dead process stops reporting; a rank in an endless loop continues, and its reports show its position.
 """
 
 import atexit
@@ -39,9 +39,9 @@ PERIOD = "ELIXIR_WAIT_SECONDS"
 """The environment variable for the period: seconds after which a waiting rank warns."""
 _DEFAULT_SECONDS = "30"
 _LOOKS = 4
-"""Looks in a period; several, so that ranks have written their positions before a waiting rank reads them."""
+"""Looks in a period; several, so that ranks have reported their positions before a waiting rank reads them."""
 _STANDING_SECONDS = 1.0
-"""Time after which a rank asks whether its wait can end."""
+"""Time after which a rank checks whether its wait can end."""
 _ANSWER_SECONDS = 2.0
 """Longest wait for the store."""
 _MOST = 64
@@ -55,7 +55,7 @@ def watch() -> None:
     """Starts to report long waits. Does nothing if there is no other rank.
 
     Raises:
-        ConfigError: `ELIXIR_WAIT_SECONDS` is no number above 0.
+        ConfigError: `ELIXIR_WAIT_SECONDS` is not a number above 0.
     """
     text = os.environ.get(PERIOD, _DEFAULT_SECONDS)
     try:
@@ -64,8 +64,8 @@ def watch() -> None:
         seconds = 0.0
     if not seconds > 0:
         raise ConfigError(
-            f"{PERIOD}={text!r}: expected a number above 0, the seconds after which a rank that waits says so; leave "
-            f"it out for {_DEFAULT_SECONDS}, set inf for never"
+            f"{PERIOD}={text!r}: expected a number above 0, the seconds after which a waiting rank warns; leave it out "
+            f"for {_DEFAULT_SECONDS}, set inf for never"
         )
     if dist.is_initialized() and dist.get_world_size() > 1:
         _THREAD.seconds = seconds
@@ -74,12 +74,12 @@ def watch() -> None:
 
 
 def last_seen(ranks: Sequence[int]) -> dict[int, str]:
-    """The last reported position of each rank; ranks that have reported none are left out. Takes 2 s at most."""
+    """Returns the last reported position of each rank that has reported one. Takes 2 s at most."""
     try:
-        words = [] if (line := _THREAD.line) is None else line.words(ranks)
+        reports = [] if (line := _THREAD.line) is None else line.reports(ranks)
     except (RuntimeError, TimeoutError):  # the store, or its host, is gone
-        words = []
-    return {rank: word.partition(" ")[2] for rank, word in zip(ranks, words, strict=False) if word}
+        reports = []
+    return {rank: report.partition(" ")[2] for rank, report in zip(ranks, reports, strict=False) if report}
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -92,14 +92,14 @@ def is_broken_collective(error: BaseException) -> bool:
 
 
 class _Line:
-    """A connection of its own to a store, on its own thread, because a store whose host is stopped never answers."""
+    """A separate connection to a store, on its own thread, because a store whose host is stopped never answers."""
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int) -> None:
-        """`name` begins all keys."""
+        """`name` is the prefix of all keys."""
         self.rank, self.ranks, self._name = rank, ranks, name
         try:
             self._store = store.clone()
-        except RuntimeError:  # its host has ended: nobody is heard
+        except RuntimeError:  # its host has ended: no reports arrive
             self._store = dist.HashStore()
         self._store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         self._questions: SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None] = SimpleQueue()
@@ -109,10 +109,10 @@ class _Line:
         threading.Thread(target=self._run, name="elixir-waits-store", daemon=True).start()
 
     def ask(self, question: Callable[[Any], T]) -> T:
-        """The result of ``question(store)``.
+        """Returns ``question(store)``.
 
         Raises:
-            TimeoutError: there is no answer; the question is dropped.
+            TimeoutError: the store does not answer; the question is dropped.
             RuntimeError: the store is gone.
         """
         answer: Future[T] = Future()
@@ -124,27 +124,27 @@ class _Line:
                 self._open = answer
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
 
-    def tell(self, place: str) -> None:
-        """Leaves word of this rank: another one each time, so that others see that it lives."""
+    def report(self, place: str) -> None:
+        """Reports the position of this rank; each report is different, so that others see that it lives."""
         self.ask(lambda store: store.set(f"{self._name} {self.rank}", f"{time.monotonic_ns()} {place}"))
 
-    def words(self, ranks: Sequence[int]) -> list[str]:
-        """The last word of each rank; empty if there is none."""
+    def reports(self, ranks: Sequence[int]) -> list[str]:
+        """Returns the last report of each rank; empty if there is none."""
         return self.ask(lambda store: [_value(store, f"{self._name} {rank}") for rank in ranks])
 
-    def stand(self, standing: RankWait) -> dict[int, RankWait]:
-        """Tells the others where this rank stands; returns where each rank stands, if it does."""
-        ranks = sorted({*standing.ranks[:_MOST], *range(min(self.ranks, _MOST))})
+    def exchange_waits(self, wait: RankWait) -> dict[int, RankWait]:
+        """Reports the wait of this rank; returns the waits that the ranks have reported."""
+        ranks = sorted({*wait.ranks[:_MOST], *range(min(self.ranks, _MOST))})
 
         def exchange(store: Any) -> dict[int, str]:
-            store.set(f"{self._name} standing {self.rank}", json.dumps(asdict(standing)))
+            store.set(f"{self._name} standing {self.rank}", json.dumps(asdict(wait)))
             return {rank: _value(store, f"{self._name} standing {rank}") for rank in ranks}
 
-        said = self.ask(exchange)
-        return {rank: RankWait(**json.loads(text)) for rank, text in said.items() if text} | {self.rank: standing}
+        found = self.ask(exchange)
+        return {rank: RankWait(**json.loads(text)) for rank, text in found.items() if text} | {self.rank: wait}
 
-    def move_on(self) -> None:
-        """Tells the others that this rank stands no more."""
+    def end_wait(self) -> None:
+        """Reports that the wait of this rank has ended."""
         self.ask(lambda store: store.set(f"{self._name} standing {self.rank}", ""))
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def _value(store: Any, key: str) -> str:
 
 
 class _Thread:
-    """The thread."""
+    """The thread that reports the position of this rank, warns of long waits and ends deadlocks."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
@@ -184,7 +184,7 @@ class _Thread:
         self._stood: set[Wait] = set()
         """The waits that were open a second ago."""
         self._told: Wait | None = None
-        """The wait in which the others believe this rank to stand."""
+        """The wait of this rank that was reported to the others."""
 
     def start(self) -> None:
         """Starts the thread."""
@@ -215,7 +215,7 @@ class _Thread:
         told = self._told
         if told is not None and told not in self._stood and not told.deadlock and self.line is not None:
             with suppress(RuntimeError, TimeoutError):  # as below
-                self.line.move_on()
+                self.line.end_wait()
                 self._told = None
         for wait in self._stood & stood:
             wait.deadlock = wait.deadlock or self.find_deadlock(wait)
@@ -223,25 +223,25 @@ class _Thread:
                 wait.turn.series.end()
 
     def find_deadlock(self, wait: Wait) -> str:
-        """Why a wait can never end, in words; empty if it may. Takes 2 s at most."""
+        """Explains why a wait can never end; empty if it may. Takes 2 s at most."""
         line = self.line
-        standing = None if line is None else WAITS.rank_wait(wait, line.ranks)
-        if line is None or standing is None:
+        mine = None if line is None else WAITS.rank_wait(wait, line.ranks)
+        if line is None or mine is None:
             return ""
         try:
             self._told = wait
-            return deadlock_of(line.rank, line.stand(standing))
+            return deadlock_of(line.rank, line.exchange_waits(mine))
         except (RuntimeError, TimeoutError):  # the store, or its host, is gone
             return ""
 
     def _look(self) -> None:
         assert self.line is not None
         begun, self._begun = self._begun, WAITS.begun
-        # Only for a rank that stands still: reading a stack keeps its tensors in use meanwhile, and a block in use is
-        # replaced by new memory.
+        # Only for a rank that makes no progress: reading a stack keeps its tensors in use meanwhile, and a block in use
+        # is replaced by new memory.
         place = describe_waits() if begun == self._begun else _AT_WORK
         with suppress(RuntimeError, TimeoutError):  # the store's host has ended, or hangs
-            self.line.tell(place)
+            self.line.report(place)
         now = time.monotonic()
         self._since = {wait: self._since.get(wait, now) for wait in list(WAITS.open.values())}
         for wait, since in self._since.items():
@@ -250,13 +250,13 @@ class _Thread:
                 if not told and wait in WAITS.open.values():
                     warnings.warn(
                         f"rank {self.line.rank} has waited for {self.seconds:g} s "
-                        f"{f'in {wait.what}' if place == _AT_WORK else place}. {wait.found}It goes on waiting, until "
+                        f"{f'in {wait.what}' if place == _AT_WORK else place}. {wait.found}It continues to wait until "
                         f"the timeout of torch.distributed: {RULE}",
                         stacklevel=1,
                     )
 
     def _connect(self) -> None:
-        """Connects to the store of torch.distributed; again after a restart of it."""
+        """Connects to the store of torch.distributed, and reconnects after it was restarted."""
         try:
             store, rank, ranks = default_store(), dist.get_rank(), dist.get_world_size()
         except ValueError:  # torch.distributed has been ended

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: an `Accelerator` whose `prepare` wraps model and optimizer.
 
-Owns which of Accelerate's verbs go to this library: preparing model and optimizer, backward, clipping, saving and
-loading. All others are Accelerate's own: data loaders, schedulers, accumulation, gathering, logging. Needs the package
+Owns which of Accelerate's methods use this library: preparing model and optimizer, backward, clipping, saving and
+loading. The rest stays Accelerate's: data loaders, schedulers, accumulation, gathering, logging. Needs the package
 `accelerate`.
 """
 
@@ -32,15 +32,15 @@ from elixir_moe.state.wrapped import require_wrapped
 from elixir_moe.wrap import wrap
 
 CHECKPOINT_FOLDER = "elixir_moe"
-"""The folder, in one of Accelerate's or the Trainer's, with the checkpoint of model and optimizer."""
+"""Name of the folder with the checkpoint of model and optimizer, inside a checkpoint of Accelerate or the Trainer."""
 _SERVED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _DTYPES = {"no": None, "bf16": torch.bfloat16}
 
 
 def checkpoint_in(folder: str) -> str:
-    """The path of the checkpoint in a folder, if there is one; ends a replacement that a kill has stopped. Collective.
+    """The path of the checkpoint in a folder, if there is one. Completes a replacement that a kill interrupted.
 
-    A new one that had not begun to take the place of the old one is removed.
+    A new checkpoint that had not begun to replace the old one is removed. Collective.
     """
     return _settled("looked for a checkpoint", folder)[0]
 
@@ -48,10 +48,10 @@ def checkpoint_in(folder: str) -> str:
 def save_over(
     folder: str, model: nn.Module, optimizer: ShardedOptimizer, frozen: Collection[str] = (), extra: Any = None
 ) -> None:
-    """Saves a checkpoint in a folder; one that is there already is replaced once the new one is whole. Collective.
+    """Saves a checkpoint in a folder; an existing one is replaced once the new one is complete. Collective.
 
-    The base of a peft model is read again from where it came from, but for the parameters named by `frozen`. `extra`:
-    as in `em.save`.
+    The base of a peft model is not saved, apart from the parameters named in `frozen`: it is read from its source when
+    the checkpoint is loaded. `extra`: as in `em.save`.
     """
     target, there = _settled("looked for a checkpoint", folder)
     written = frozen if hasattr(model, "peft_config") else True
@@ -61,7 +61,7 @@ def save_over(
 
 
 def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) -> tuple[str, bool]:
-    """(path of the checkpoint in a folder, whether it is there), as rank 0 leaves it after `before`. Collective."""
+    """Returns (path of the checkpoint in a folder, whether it exists) after rank 0 has run `before`. Collective."""
     target = os.path.join(folder, CHECKPOINT_FOLDER)
     new, old = f"{target}.new", f"{target}.old"
 
@@ -79,7 +79,7 @@ def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) 
 
 
 class ElixirAccelerator(Accelerator):
-    """Accelerate's `Accelerator`; `prepare` calls `em.wrap` on the model and optimizer that it is given.
+    """Accelerate's `Accelerator` whose `prepare` calls `em.wrap` on the given model and optimizer.
 
     ``mixed_precision="bf16"`` becomes `compute_dtype`: weights are gathered in bf16, and fp32 masters are updated.
     """
@@ -95,7 +95,7 @@ class ElixirAccelerator(Accelerator):
         update_in_backward: bool = False,
         **kwargs: Any,
     ):
-        """As Accelerate's own constructor.
+        """Takes Accelerate's arguments and those of a plan.
 
         Args:
             args, kwargs: Accelerate's.
@@ -105,7 +105,7 @@ class ElixirAccelerator(Accelerator):
                 runs in `ShardedOptimizer.update_in_backward`.
 
         Raises:
-            ConfigError: other settings want to shard or to convert the model too.
+            ConfigError: other settings would shard or convert the model as well.
         """
         super().__init__(*args, **kwargs)
         self.update_in_backward = update_in_backward
@@ -113,7 +113,7 @@ class ElixirAccelerator(Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, plan: Plan | AutoPlan | None, wrap: dict[str, Any] | None) -> Self:
-        """Makes an accelerator that others have built one of this class. Raises ConfigError, as the constructor."""
+        """Converts an existing accelerator to this class. Raises ConfigError like the constructor."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._adopt(plan, wrap)
@@ -140,14 +140,15 @@ class ElixirAccelerator(Accelerator):
     # ------------------------------------------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """As Accelerate's, for a model together with its optimizer, data loaders and schedulers.
+        """Prepares a model together with its optimizer, and data loaders and schedulers as Accelerate does.
 
-        The model stays the same object; the optimizer is an `AcceleratedOptimizer` around the sharded one. What was
-        prepared before is returned as it is. A model without trainable parameters is prepared for evaluation.
+        The model stays the same object; the optimizer becomes an `AcceleratedOptimizer` around the sharded one. Objects
+        that are already prepared are returned unchanged. A model without trainable parameters is prepared for
+        evaluation.
 
         Raises:
             UsageError: a trainable model comes without its optimizer, or the other way round, or after another one.
-            ConfigError: ranks that need the same rows would be given other ones.
+            ConfigError: ranks that need the same rows would be given different ones.
         """
         placement = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placement) != len(args):
@@ -158,7 +159,7 @@ class ElixirAccelerator(Accelerator):
         if models or optimizers:
             if any(isinstance(item, nn.Module) and _is_wrapped(item) for item in args):
                 raise UsageError(
-                    "another trainer or Accelerator has wrapped this model: go on with that one, or save the model "
+                    "another trainer or Accelerator has wrapped this model: continue with that one, or save the model "
                     "and read it into a new one"
                 )
             if (len(models), len(optimizers)) != (1, 1) or self._wrapped is not None:
@@ -182,7 +183,7 @@ class ElixirAccelerator(Accelerator):
         return found if len(found) > 1 else found[0]
 
     def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-        """Wraps a model with its optimizer; returns what stands for each of them."""
+        """Wraps a model with its optimizer; returns {id of the given object: the prepared one}."""
         if not dist.is_initialized():
             init_mesh(device_type=self.device.type)
         self.unwrap_model(model, keep_fp32_wrapper=False)  # from the autocast of an evaluation before
@@ -191,14 +192,14 @@ class ElixirAccelerator(Accelerator):
         wrapped, sharded = wrap(model, optimizer, plan=self._plan, device=self.device, **self._options)
         talks = require_wrapped(wrapped, "prepare").plan.scatter or any(map(is_spread, wrapped.modules()))
         if talks and dist.get_world_size() > 1:
-            # Each forward gathers, or sends tokens to experts. Hugging Face reads this mark where ranks must run
-            # equally many of them: in generate(), and where layers are dropped at random.
+            # Each forward gathers, or sends tokens to experts. Hugging Face reads this attribute where all ranks must
+            # run the same number of forwards: in generate(), and where layers are dropped at random.
             for module in wrapped.modules():
                 setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010
         return {id(model): wrapped, id(optimizer): self._adopted(sharded)}
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's. Raises ConfigError if it would give ranks that share a batch other rows."""
+        """Prepares a data loader. Raises ConfigError if ranks that need the same rows would get different ones."""
         found = super().prepare_data_loader(*args, **kwargs)
         self._check_rows()
         return found
@@ -223,7 +224,7 @@ class ElixirAccelerator(Accelerator):
         return found
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model itself if it is wrapped, else as Accelerate's: to evaluate a model that is not trained."""
+        """Returns a wrapped model itself; prepares any other for evaluation, as Accelerate does."""
         if not _is_wrapped(model):
             found: nn.Module = super().prepare_model(model, *args, **kwargs)
             return found
@@ -250,35 +251,34 @@ class ElixirAccelerator(Accelerator):
     # ------------------------------------------------------------------------------------------------------ gradients
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerate's; `update_in_backward` says where updates begin in it."""
+        """Runs backward; with `update_in_backward`, updates begin in that of the last micro-batch."""
         early = self.update_in_backward and self.sync_gradients
         with self._both()[1].update_in_backward() if early else nullcontext():
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """As `ShardedOptimizer.clip_grad_norm_`, of these parameters. Raises UsageError for other norms."""
+        """Calls `ShardedOptimizer.clip_grad_norm_` for these parameters. Raises UsageError unless `norm_type` is 2."""
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
         return self._both()[1].clip_grad_norm_(max_norm, parameters)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As `ShardedOptimizer.clip_grad_value_`, of these parameters."""
+        """Calls `ShardedOptimizer.clip_grad_value_` for these parameters."""
         self._both()[1].clip_grad_value_(clip_value, parameters)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """As `em.full_state_dict`: on rank 0 alone. Collective. For a model that is not wrapped, as Accelerate's."""
+        """Returns `em.full_state_dict` of a wrapped model, on rank 0 only; Accelerate's of any other. Collective."""
         if _is_wrapped(model):
             return full_state_dict(model)
         state: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
         return state
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """As Accelerate's, with a checkpoint of `em.save` for model and optimizer. Collective.
+        """Saves Accelerate's state, and model and optimizer as a checkpoint of `em.save`. Collective.
 
-        Hooks get the weights as `get_state_dict` gives them; weights that a hook takes from the list are saved all the
-        same.
+        Hooks get the weights of `get_state_dict`. Weights are saved even if a hook removes them from its list.
         """
         model, optimizer = self._both()
         hooks, models = list(self._save_model_state_pre_hook.values()), list(self._models)
@@ -297,12 +297,12 @@ class ElixirAccelerator(Accelerator):
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """The inverse of `save_state`, on any number of ranks. Collective.
+        """Loads what `save_state` saved, on any number of ranks. Collective.
 
-        Without a folder: the newest that was named automatically.
+        Without a folder, it takes the newest one that was named automatically.
 
         Raises:
-            UsageError: there is no such folder, or a hook has taken the model from the list, to load it alone.
+            UsageError: there is no such folder, or a hook has removed the model from its list.
             CheckpointError: the folder has no checkpoint of `em.save` for this model.
         """
         model, optimizer = self._both()
@@ -314,8 +314,8 @@ class ElixirAccelerator(Accelerator):
                 hook(models, folder)
             if model not in models:
                 raise UsageError(
-                    "a hook of load_state has taken the wrapped model from the list: leave it there, since weights and "
-                    "optimizer state are loaded together, behind the hooks"
+                    "a hook of load_state has removed the wrapped model from its list: leave it there, since weights "
+                    "and optimizer state are loaded together, after the hooks"
                 )
             models.remove(model)
             load(checkpoint_in(folder), model, optimizer)
@@ -333,7 +333,7 @@ class ElixirAccelerator(Accelerator):
 
     @contextmanager
     def _without_wrapped(self, **hooks: dict[int, Any]) -> Iterator[None]:
-        """A context in which Accelerate sees neither the wrapped model nor its optimizer, and these hooks alone."""
+        """A context in which Accelerate sees these hooks only, and neither the wrapped model nor its optimizer."""
         own = {"_models": [each for each in self._models if not _is_wrapped(each)], "_optimizers": [], **hooks}
         before = {name: getattr(self, name) for name in own}
         self.__dict__.update(own)
@@ -344,7 +344,7 @@ class ElixirAccelerator(Accelerator):
 
 
 def _is_wrapped(item: Any) -> bool:
-    """Whether this is a wrapped model, or the optimizer of one, also within Accelerate's."""
+    """Whether this is a wrapped model, or its optimizer, possibly inside Accelerate's."""
     if isinstance(item, torch.optim.Optimizer):
         return isinstance(getattr(item, "optimizer", item), ShardedOptimizer)
     return isinstance(item, nn.Module) and hasattr(item, "_elixir")

@@ -1,7 +1,7 @@
 """Lightning Fabric: a strategy whose `setup` wraps model and optimizer.
 
-Owns which of Fabric's verbs go to this library: setting up model and optimizer, clipping, saving and loading. All
-others are Fabric's own: ranks, data loaders, `backward`, loggers. Needs the package `lightning-fabric`.
+Owns which of Fabric's methods use this library: setting up model and optimizer, clipping, saving and loading. The rest
+stays Fabric's: ranks, data loaders, `backward`, loggers. Needs the package `lightning-fabric`.
 """
 
 import os
@@ -26,14 +26,14 @@ _Part = nn.Module | torch.optim.Optimizer
 
 
 class _MastersInFp32(HalfPrecision):
-    """Fabric's ``precision="bf16-true"``, of a model that `em.wrap` gathers in bf16; parameters are not converted."""
+    """Fabric's ``precision="bf16-true"`` for a model that `em.wrap` gathers in bf16; parameters are not converted."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is."""
+        """Returns the module unchanged."""
         return module
 
     def module_init_context(self) -> AbstractContextManager[None]:
-        """Parameters are made as outside of it."""
+        """Returns a context that changes nothing: parameters keep their dtype."""
         return nullcontext()
 
 
@@ -46,13 +46,13 @@ class ElixirStrategy(DDPStrategy):
     """
 
     def __init__(self, *, plan: Plan | AutoPlan | None = None, wrap: dict[str, Any] | None = None, **kwargs: Any):
-        """`plan`: as in `em.wrap`, by default `Plan.zero3()`. `wrap`: its further arguments. The rest is Fabric's."""
+        """`plan` as in `em.wrap`, `Plan.zero3()` by default; `wrap`: its other arguments; the rest goes to Fabric."""
         super().__init__(**kwargs)
         self._plan = Plan.zero3() if plan is None else plan
         self._options = wrap or {}
         self._backward_sync_control: Any = None
         self._same_rows, self._cuts_data = 1, False
-        """How many ranks at a time need the same rows, and whether Fabric gives each rank rows of its own."""
+        """How many ranks at a time need the same rows, and whether Fabric distributes the rows."""
 
     @property
     def precision(self) -> Precision:
@@ -67,7 +67,7 @@ class ElixirStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Fabric's, for the sampler that it gives a data loader. Raises ConfigError if ranks need the same rows."""
+        """Fabric's arguments for the sampler of a data loader. Raises ConfigError if ranks need the same rows."""
         self._cuts_data = True
         self._check_rows()
         found: dict[str, Any] = super().distributed_sampler_kwargs
@@ -82,10 +82,10 @@ class ElixirStrategy(DDPStrategy):
             )
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
+        """Does nothing: `em.wrap` moves weights to the device as the plan says."""
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Refused: weights and optimizer state are sharded together. Raises UsageError."""
+        """Raises UsageError: weights and optimizer state are sharded together."""
         raise UsageError("ElixirStrategy needs the model with its optimizer: call fabric.setup(model, optimizer)")
 
     def setup_module_and_optimizers(
@@ -95,7 +95,7 @@ class ElixirStrategy(DDPStrategy):
 
         Raises:
             UsageError: there is not one optimizer.
-            ConfigError: Fabric was told to convert the model, or gives ranks that need the same rows other ones.
+            ConfigError: Fabric was told to convert the model, or gives other rows to ranks that need the same ones.
         """
         if len(optimizers) != 1:
             raise UsageError(f"fabric.setup got {len(optimizers)} optimizers: give the model with one")
@@ -129,10 +129,10 @@ class ElixirStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """As `ShardedOptimizer.clip_grad_norm_`, and `step` refuses what is not finite.
+        """Calls `ShardedOptimizer.clip_grad_norm_`; `step` then refuses gradients that are not finite.
 
         Raises:
-            UsageError: another norm than that of degree 2.
+            UsageError: `norm_type` is not 2.
         """
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
@@ -140,19 +140,19 @@ class ElixirStrategy(DDPStrategy):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """As `ShardedOptimizer.clip_grad_value_`."""
+        """Calls `ShardedOptimizer.clip_grad_value_`."""
         optimizer.clip_grad_value_(clip_val)
 
     # ---------------------------------------------------------------------------------------------------------- state
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """As `em.full_state_dict`: on rank 0 alone. Collective."""
+        """Returns `em.full_state_dict`, on rank 0 only. Collective."""
         return full_state_dict(module)
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """A checkpoint of `em.save`: model and optimizer, and the rest of `state`, of which `state_dict()` is saved.
+        """Saves a checkpoint of `em.save`: model, optimizer and the rest of `state`, by `state_dict()` where it exists.
 
         Raises:
             UsageError: `state` lacks the model or the optimizer, or there is a filter.
@@ -166,11 +166,11 @@ class ElixirStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The inverse of `save_checkpoint`, on any number of ranks; returns what `state` did not ask for.
+        """Loads what `save_checkpoint` saved, on any number of ranks; returns the values that `state` does not name.
 
         Raises:
             UsageError: `state` lacks the model or the optimizer.
-            CheckpointError: it is no checkpoint of `em.save` for this model, or lacks what `state` asks for (`strict`).
+            CheckpointError: it is not a checkpoint of `em.save` for this model, or lacks a name of `state` (`strict`).
         """
         model, optimizer = _both(state)
         rest: dict[str, Any] = load(path, model, optimizer) or {}

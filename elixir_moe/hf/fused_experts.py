@@ -1,14 +1,14 @@
-"""Hugging Face's fused experts with this library's grouped products, whole or in tiles, adapted, spread over ranks.
+"""Hugging Face's fused experts on this library's grouped products: whole or tiled, with adapters, spread over ranks.
 
-Owns their forward. A module becomes one in place, by its class: it stays an instance of the class it was, with its
-parameters, their names and its hooks. Routers stay the model's own. One class serves all ways of holding the weights,
-since one config of a model is shared by layers of which some are tiled, adapted or quantized.
+Owns their forward. A module is converted in place by changing its class: it stays an instance of its former class, and
+keeps its parameters, their names and its hooks. Routers stay the model's own. One class serves all forms of the
+weights, since layers of one model, which share a config, may be tiled, adapted or quantized or none of these.
 
     gate_up_proj (E, 2h, d), or up_proj (E, h, d)    gate_up_proj_bias (E, 2h)
     down_proj (E, d, h)                              down_proj_bias (E, d)          or (E, d, 2h), (E, h, d): transposed
 
-The steps are those of `MoE`: rows are sorted by expert once, cross to the ranks of their experts and back, and are
-summed over the choices of their token. The order of the additions is that of transformers' `grouped_mm`.
+The steps are those of `MoE`: rows are sorted by expert once, sent to the ranks of their experts and back, and summed
+over the choices of their token, in the order of transformers' `grouped_mm`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ M = TypeVar("M", bound=nn.Module)
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights of fused experts."""
 _SETTINGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-"""What transformers sets on each module of fused experts that its own implementations can run."""
+"""Attributes that transformers sets on each module of fused experts that its own implementations can run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A product of two thin stacks that is added to the product with the weight: ``scale · (x @ a.T) @ b.T``."""
+    """A LoRA adapter of one stack of weights; it adds ``scale · (x @ a.T) @ b.T`` to the product with the weight."""
 
     a: Tensor
     """(E, r, in)."""
@@ -56,34 +56,34 @@ class Adapter:
         return grouped_linear(thin * self.scale, self.b.to(dtype), None, groups, outputs_first=True)
 
     def of(self, start: int, stop: int) -> "Adapter":
-        """That of some of the experts."""
+        """Returns the adapter of the experts from `start` to `stop`."""
         return Adapter(a=self.a[start:stop], b=self.b[start:stop], scale=self.scale)
 
 
 Adapters = Mapping[str, Sequence[Adapter]]
-"""By the name of the weight."""
+"""{name of the weight: its adapters}."""
 
 
 class FusedExperts(Joined, nn.Module):
     """Tokens (T, d), experts (T, k), weights (T, k) -> (T, d), as transformers calls its fused experts."""
 
     num_experts: int
-    """On this rank."""
+    """The number of experts on this rank."""
     ranks: LayerRanks = LayerRanks()
-    """The ranks among which the experts are spread."""
+    """The ranks over which the experts are spread."""
     adapters: Adapters = MappingProxyType({})
-    """Those that are active in this forward."""
+    """The adapters that are active in this forward."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, d), (T, k), (T, k) -> (T, d).
 
-        Every rank among which experts are spread must call it, whatever its tokens are. Without a fused kernel, the
-        host waits for the number of rows of each expert.
+        All ranks over which the experts are spread must call it, even those without tokens. Without a fused kernel,
+        the host waits for the number of rows of each expert.
         """
         if getattr(self, "_is_expert_parallel", False):
             raise UsageError(
                 "these experts are spread by transformers' own expert parallelism, which grouped products do not "
-                "know: leave it out, and spread them with em.spread_experts(model, mesh)"
+                "support: leave it out, and spread them with em.spread_experts(model, mesh)"
             )
         ranks, adapters = self.ranks, self.adapters
         choices = sort_choices(top_k_index, self.num_experts * ranks.ep, 1)
@@ -120,7 +120,7 @@ class FusedExperts(Joined, nn.Module):
 
 
 class FusedTile(FusedExperts):
-    """Some of the experts of a tiled layer: (n, d) rows sorted by expert -> (n, d)."""
+    """One tile of a layer, with some of its experts: (n, d) rows sorted by expert -> (n, d)."""
 
     def forward(self, rows: Tensor, groups: Groups, adapters: Adapters) -> Tensor:  # type: ignore[override]
         """(n, d) -> (n, d), before the weights of the choices."""
@@ -128,7 +128,7 @@ class FusedTile(FusedExperts):
 
 
 def _counts(choices: Choices, ranks: LayerRanks) -> Tensor:
-    """(ep, E, 1) int64: the choices of each rank that shares the experts, on each expert. One all-gather over them."""
+    """Returns (ep, E, 1) int64: how many rows each rank sends to each expert. One all-gather over the `ep` ranks."""
     mine = choices.starts.diff().long()
     if ranks.ep_group is None:
         return mine.view(1, -1, 1)
@@ -140,27 +140,27 @@ def _counts(choices: Choices, ranks: LayerRanks) -> Tensor:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds fused experts as transformers' implementations know them."""
+    """Whether a module holds fused experts that transformers' own implementations can run."""
     return hasattr(module, "num_experts") and all(hasattr(module, name) for name in _SETTINGS)
 
 
 def is_spread(module: nn.Module) -> TypeGuard[FusedExperts]:
-    """Whether a module has some of the experts of a layer, and other ranks the others."""
+    """Whether a module has some experts of a layer, and other ranks have the rest."""
     return isinstance(module, FusedExperts) and "ranks" in vars(module)
 
 
 def become_fused(module: nn.Module, kind: type[FusedExperts] = FusedExperts) -> None:
-    """Gives fused experts of transformers the forward of `FusedExperts`, or of a `kind` of it."""
+    """Gives fused experts of transformers the forward of `FusedExperts`, or of a subclass `kind`."""
     if not isinstance(module, kind):
         plain = type(module)
         module.__class__ = joined(f"{kind.__name__}Of{plain.__name__}", kind, plain)  # type: ignore[assignment]
 
 
 class UnmergedAdapters(Joined):
-    """peft's wrapper of one stack of weights, whose factors are multiplied beside the stack and not added to it.
+    """peft's wrapper of one stack of weights; the adapter's product is computed separately from the stack's.
 
-    peft builds ``W + B A``, a tensor as large as the stack, in each forward. Its parameters, their names and saved
-    files stay peft's. A parameter that is no stack of `FusedExperts` is adapted as before.
+    peft builds ``W + B A``, a tensor as large as the stack, in each forward. Parameters, their names and saved files
+    stay peft's. A parameter that is not a stack of `FusedExperts` is adapted as before.
     """
 
     @contextmanager
@@ -182,7 +182,7 @@ class UnmergedAdapters(Joined):
                 experts.adapters = before
 
     def _adapter(self, adapter: str) -> Adapter:
-        """peft stores A with the expert as its slowest dim, (E · r, in), and B with it as its fastest, (out, r · E)."""
+        """Unpacks peft's factors: A has the expert as its slowest dim, (E · r, in), B as its fastest, (out, r · E)."""
         this: Any = self
         a, b = this.lora_A[adapter].weight, this.lora_B[adapter].weight
         stacked_a = a.reshape(this.num_experts, -1, a.shape[1])
@@ -190,7 +190,7 @@ class UnmergedAdapters(Joined):
         return Adapter(a=stacked_a, b=stacked_b, scale=this.scaling[adapter])
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """As peft's. Raises ConfigError where the weights are bytes."""
+        """Merges the adapters as peft does. Raises ConfigError if the weights are spread, tiled or quantized."""
         this: Any = self
         weight = getattr(experts := this.get_base_layer(), this.parameter_name, None)
         if is_spread(experts):
@@ -203,7 +203,7 @@ class UnmergedAdapters(Joined):
         if not weight.is_floating_point():
             raise ConfigError(
                 f"merge: the weight {this.parameter_name!r} is quantized, and adapters cannot be added to bytes: call "
-                f"em.dequantize(model) first; its docstring says what a second quantization would lose"
+                f"em.dequantize(model) first; its docstring explains what a second quantization would lose"
             )
         super().merge(*args, **kwargs)  # type: ignore[misc]
 
@@ -211,16 +211,17 @@ class UnmergedAdapters(Joined):
 def group_experts(model: M) -> M:
     """Gives Hugging Face's fused experts the grouped products of this library, in place; returns the model.
 
-    `wrap`, `tile` and `quantize` do it where they need it: for experts with adapters of peft (`target_parameters`), in
-    tiles, quantized or spread over ranks. Others keep transformers' products unless this is called. A product differs
-    from transformers' by the order of its sums at most. Of experts with adapters, ``x @ W + s (x @ A) @ B`` is computed
-    where peft computes ``x @ (W + s A B)``: no tensor as large as the stack is made, and the weight may be bytes.
+    `wrap`, `tile` and `quantize` call it where they need it: for experts that have peft's adapters
+    (`target_parameters`), are tiled, quantized or spread over ranks. Others keep transformers' products unless this is
+    called. Results differ from transformers' at most by the order of sums. For experts with adapters it computes
+    ``x @ W + s (x @ A) @ B`` where peft computes ``x @ (W + s A B)``: no tensor as large as the stack is made, and the
+    weight may be quantized.
 
     Args:
         model: a model that is not wrapped, with or without adapters.
 
     Raises:
-        ConfigError: the model has no fused experts as transformers' own implementations run them.
+        ConfigError: the model has no fused experts that transformers' own implementations can run.
         UsageError: the model is wrapped.
     """
     if getattr(model, "_elixir", None) is not None:
@@ -238,10 +239,10 @@ def group_experts(model: M) -> M:
 
 
 def run_adapters_unmerged(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Multiplies peft's adapters of fused experts beside their weights, in place.
+    """Makes peft's adapters of fused experts compute their products separately from the weights', in place.
 
     Returns:
-        The modules that it changed, each with its class before.
+        The modules that it changed, each with its former class.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     for wrapper in list(adapted_stacks(model)):
@@ -256,19 +257,19 @@ def run_adapters_unmerged(model: nn.Module) -> list[tuple[nn.Module, type[nn.Mod
 def restore_classes(changed: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
     """Undoes `run_adapters_unmerged`, given its result; adapters of tiled or quantized weights stay unmerged."""
     for module, before in changed:
-        beside: Any = module if isinstance(module, UnmergedAdapters) else None
-        if beside is None or not isinstance(beside.get_base_layer(), FusedExperts):
+        unmerged: Any = module if isinstance(module, UnmergedAdapters) else None
+        if unmerged is None or not isinstance(unmerged.get_base_layer(), FusedExperts):
             module.__class__ = before  # type: ignore[assignment]
 
 
 def adapted_parameter(module: nn.Module) -> str | None:
-    """The name of the parameter of its base layer that peft's wrapper adapts; None if the module is no such wrapper."""
+    """The name of the parameter that peft's wrapper of a parameter adapts; None if the module is not such a wrapper."""
     name = getattr(module, "parameter_name", None)
     return name if isinstance(name, str) and hasattr(module, "get_base_layer") else None
 
 
 def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
-    """peft's wrappers of single stacks of fused experts."""
+    """Yields peft's wrappers of single stacks of fused experts."""
     for module in model.modules():
         if adapted_parameter(module) in STACKS and hasattr(module, "_activate_lora"):
             experts: Any = module.get_base_layer()  # type: ignore[operator]
@@ -277,6 +278,6 @@ def adapted_stacks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _become_unmerged(wrapper: nn.Module) -> None:
-    """The class keeps its name, by which peft knows its wrappers."""
+    """Makes a wrapper of peft an `UnmergedAdapters`; the class keeps its name, by which peft recognizes it."""
     if not isinstance(wrapper, UnmergedAdapters):
         wrapper.__class__ = joined(type(wrapper).__name__, UnmergedAdapters, type(wrapper))  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""Hugging Face's causal language models trained without logits, by `linear_cross_entropy`.
+"""Trains Hugging Face's causal language models without materializing logits, by `linear_cross_entropy`.
 
-Owns what replaces the head's product and the loss while a forward runs: the head computes the logits of one token, and
-the loss is computed from what the head was given. The model's own forward does the rest: auxiliary losses of routers
-are added, labels are shifted, and losses are divided as ever. No forward is replaced. A Trainer that smooths labels
-gives the model none, and computes the loss from its output: `smoothed` does so without logits. Needs the package
+Owns the replacement of the head's product and the loss during a forward: the head computes the logits of one token
+only, and the loss is computed from the head's input. The model's own forward does the rest as usual: it adds auxiliary
+losses of routers, shifts labels and divides losses. No forward is replaced. A Trainer with label smoothing withholds
+the labels from the model and computes the loss from its output; `smoothed` does that without logits. Needs the package
 `transformers`.
 """
 
@@ -24,13 +24,13 @@ _INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss
 
 
 class FusedLoss:
-    """``with FusedLoss(model)(): loss = model(**batch).loss``; the output's logits are those of one token."""
+    """``with FusedLoss(model)(): loss = model(**batch).loss``; the output then has the logits of one token only."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Checks the model, which may have adapters of peft; changes nothing.
+        """Checks the model, which may have peft's adapters; changes nothing.
 
         Raises:
-            ConfigError: the model is no causal language model of `transformers`, or its head is more than a product.
+            ConfigError: the model is not a causal language model of `transformers`, or its head is more than a product.
         """
         from transformers.loss.loss_utils import ForCausalLMLoss
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -79,7 +79,7 @@ class FusedLoss:
             self._hidden = self._raw = None
 
     def _shorten(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        """Keeps what the head is given, and gives it one token."""
+        """Keeps the input of the head, and passes on one token of it."""
         (hidden,) = args
         if self._hidden is not None:
             raise ConfigError(f"a loss without logits of {self._kind}, which runs its head more than once; {_INSTEAD}")
@@ -100,7 +100,7 @@ class FusedLoss:
         label_smoothing: float = 0.0,
         **_: Any,
     ) -> Tensor:
-        """As `transformers.loss.loss_utils.ForCausalLMLoss`, with label smoothing."""
+        """Computes `transformers.loss.loss_utils.ForCausalLMLoss`, with label smoothing."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise ConfigError(f"a loss without logits of {self._kind}, whose forward has not run its head; {_INSTEAD}")
@@ -122,7 +122,7 @@ class FusedLoss:
         return total if num_items_in_batch is None else total / num_items_in_batch
 
     def smoothed(self, factor: float) -> Callable[..., Tensor]:
-        """What `transformers.trainer_pt_utils.LabelSmoother` of that factor is, for outputs of a forward in here."""
+        """Returns a `transformers.trainer_pt_utils.LabelSmoother` of that factor for the outputs of such a forward."""
 
         def smooth(outputs: Any, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None, **_: Any) -> Tensor:
             return self._loss(outputs["logits"], labels, None, num_items_in_batch, label_smoothing=factor)
@@ -130,7 +130,7 @@ class FusedLoss:
         return smooth
 
     def _check(self, logits: Tensor) -> None:
-        """Raises ConfigError if the model does something else with its logits than its config says."""
+        """Raises ConfigError if the model changes its logits in a way that its config does not describe."""
         if self._checked or not has_data(logits):
             return
         assert self._raw is not None

@@ -1,6 +1,6 @@
-"""Layers that other libraries have quantized: their bytes become frozen parameters of this library, as they are.
+"""Imports layers that other libraries have quantized: their bytes become frozen parameters here, unchanged.
 
-Owns what is known of the layers of bitsandbytes and of transformers. Imports neither: a layer is known by its class.
+Owns the knowledge of quantized layers of bitsandbytes and transformers. Imports neither: classes are known by name.
 
     layer                                     becomes   its codes                     its scales
     bitsandbytes.nn.Linear4bit, quant_type    nf4       weight, (out * in / 2, 1)     absmax; decoded once where they
@@ -10,8 +10,8 @@ Owns what is known of the layers of bitsandbytes and of transformers. Imports ne
     transformers' FP8Linear and FP8Experts    fp8       weight, gate_up_proj, …       weight_scale_inv, … as fp32
     in blocks of 128 x 128, dynamic
 
-Codes are never decoded. A product is that of the input and the decoded weight: where the other library rounds its
-inputs to 8 bits as well, the result has one error less.
+Codes are never decoded here. Later products multiply the unrounded input by the decoded weight; a library that also
+rounds the input to 8 bits adds one more error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,20 +31,20 @@ _BY_EM = "load the model in bf16, freeze it, and call em.quantize"
 
 
 class _Layer(NamedTuple):
-    """A kind of layers of another library."""
+    """One kind of quantized layer of another library."""
 
     weights: Callable[[Any], list[str]]
     """The names of a layer's weights."""
     problem: Callable[[Any, str], str | None]
-    """Why one of them cannot be taken over, and what to do; None if it can."""
+    """Why a weight cannot be imported, and what to do; None if it can."""
     read: Callable[[Any, str], tuple[Packed, Tensor, Tensor]]
-    """One of them: what it is, its codes and its scales."""
+    """The description of a weight, its codes and its scales."""
     replaced: Callable[[str], list[str]]
-    """Attributes of the layer that hold the scales of a weight, and whatever else its bytes replace."""
+    """Attributes of the layer that go when a weight is imported, such as its scales."""
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises ConfigError for layers of other libraries whose bytes cannot be taken over; it names each of them."""
+    """Raises ConfigError naming each layer of another library whose bytes cannot be imported."""
     problems = []
     held = set()
     for name, module, kind, layer in _layers(model):
@@ -56,20 +56,20 @@ def check_layers(model: nn.Module) -> None:
         packed = next((kind.__name__ for kind in type(parameter).__mro__ if kind.__name__ in _PACKED), None)
         if packed is not None and id(parameter) not in held:
             problems.append(
-                f"{name!r} is a {packed}, whose bytes are packed by bitsandbytes in a layer that is not known "
-                f"here: {_BY_EM}(model, 'nf4') or (model, 'int8')"
+                f"{name!r} is a {packed}, packed by bitsandbytes in a layer that is not known here: "
+                f"{_BY_EM}(model, 'nf4') or (model, 'int8')"
             )
     for name, module in model.named_modules():
         if (advice := _REFUSED.get(type(module).__name__)) is not None:
             problems.append(f"{name!r} is a {type(module).__name__}: {advice}")
     if problems:
-        raise ConfigError("layers of another library cannot be taken over:\n  " + "\n  ".join(problems))
+        raise ConfigError("quantized layers of another library cannot be imported:\n  " + "\n  ".join(problems))
 
 
 def import_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the layers that other libraries have quantized layers of this library, with the same bytes, in place.
+    """Converts layers that other libraries have quantized to layers of this library, with the same bytes, in place.
 
-    What `check_layers` lets pass can be taken over. Frozen weights leave the `optimizer`, which had no use for them.
+    Call `check_layers` first. The imported weights, which are frozen, are removed from the `optimizer`.
     """
     replaced: set[int] = set()
     for _, module, _, layer in list(_layers(model)):
@@ -94,7 +94,7 @@ def import_quantized(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, _Layer]]:
-    """(name, module, its known class, what is known of it) of all layers that another library has quantized."""
+    """Yields (name, module, its known class, its kind) of each layer that another library has quantized."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             layer = _LAYERS.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
@@ -104,7 +104,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, _Layer]]:
 
 
 def _in_the_way(model: nn.Module, module: nn.Module, own: str, kind: Any) -> str | None:
-    """What else keeps a weight from being taken over."""
+    """Why a weight cannot be imported, apart from its format; None if it can."""
     parameter = getattr(module, own)
     if parameter.requires_grad:
         return "is trained, and bytes have no gradient: freeze it with requires_grad_(False)"
@@ -139,7 +139,7 @@ def _problem_4bit(module: Any, own: str) -> str | None:
             f"or {_BY_EM}(model, 'nf4')"
         )
     if state.blocksize != SCHEMES["nf4"].block[1]:
-        return f"has blocks of {state.blocksize} weights: blocks of 64 can be taken over; {_BY_EM}(model, 'nf4')"
+        return f"has blocks of {state.blocksize} weights, expected 64: {_BY_EM}(model, 'nf4')"
     if state.shape[-1] % SCHEMES["nf4"].block[1]:
         return f"has {state.shape[-1]} inputs, so that its blocks cross rows: {_BY_EM}(model, 'int8')"
     return None
@@ -154,7 +154,7 @@ def _read_4bit(module: Any, own: str) -> tuple[Packed, Tensor, Tensor]:
 
 
 def _absmax(state: Any) -> Tensor:
-    """The scales in fp32: of double quantization, in blocks of `state2` that end where the scales end."""
+    """Returns the scales in fp32; under double quantization, they are decoded from the blocks of `state2`."""
     if not state.nested:
         scales: Tensor = state.absmax.float()
         return scales
@@ -172,7 +172,7 @@ def _problem_8bit(module: Any, own: str) -> str | None:
         return "has not been quantized yet: move the model to its device first, as in model.to('cuda')"
     if state.threshold:
         return (
-            f"multiplies inputs above {state.threshold} apart from the others, which has no equal here: load it with "
+            f"multiplies inputs above {state.threshold} separately, which is not supported here: load it with "
             f"BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), which has the same bytes"
         )
     return None
@@ -189,7 +189,7 @@ def _read_8bit(module: Any, own: str) -> tuple[Packed, Tensor, Tensor]:
 
 
 def _fp8_weights(module: Any) -> list[str]:
-    """Those that are bytes: FP8Linear may also hold a plain weight."""
+    """The names of the weights that are bytes: FP8Linear may also hold a plain weight."""
     found = ((name, module._parameters.get(name)) for name in ("weight", *STACKS))
     return [name for name, weight in found if weight is not None and weight.element_size() == 1]
 
@@ -224,14 +224,14 @@ _LAYERS: Mapping[str, _Layer] = {
     "transformers.FP8Linear": _FP8,
     "transformers.FP8Experts": _FP8,
 }
-"""By library and class."""
+"""The known kinds of layers, by library and class."""
 _PACKED = {"Params4bit", "Int8Params"}
 """Parameters of bitsandbytes, whose elements are not the model's weights."""
 _REFUSED: Mapping[str, str] = {
     "Mxfp4GptOssExperts": (
-        "its kernels keep the bytes in an order of their own. Build the model in em.sharded_init() and give the folder "
+        "its kernels reorder the bytes. Build the model in em.sharded_init() and give the folder "
         "to em.wrap(..., weights=folder), which keeps the bytes as shipped; or load it with "
         "Mxfp4Config(dequantize=True), freeze it, and call em.quantize(model, 'mxfp4')"
     ),
 }
-"""Layers of transformers by class, and what to do."""
+"""Layers of transformers that cannot be imported, by class, and what to do instead."""

@@ -1,17 +1,18 @@
-"""What is asked of models and layers with adapters of peft. Imports nothing of peft.
+"""Questions about models and layers with peft's adapters. Does not import peft.
 
-    peft.get_peft_model(model, config)                a model of peft's around the model
-    model.add_adapter(config), of transformers        the model itself, whose layers have adapters
-    peft.inject_adapter_in_model(config, model)       the same, of any model
+    call                                              result
+    peft.get_peft_model(model, config)                a `PeftModel` around the model
+    model.add_adapter(config), of transformers        the same model; its layers have adapters
+    peft.inject_adapter_in_model(config, model)       the same, for any model
 
-Each of the three has a `peft_config`.
+Each result has a `peft_config`.
 """
 
 from torch import nn
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether a model is one of peft's around another."""
+    """Whether a model is a `PeftModel` around another one."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
@@ -21,7 +22,7 @@ def has_own_adapters(model: nn.Module) -> bool:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model that a peft model adapts; any other itself, and a `PeftMixedModel`, which does not give its base."""
+    """The model inside a `PeftModel`; any other model itself, and a `PeftMixedModel`, which hides its base."""
     if not is_peft_model(model) or not hasattr(model, "get_base_model"):
         return model
     base: nn.Module = model.get_base_model()  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""peft's adapters that compute with the weight of their base layer itself, in each forward or once at first.
+"""Which of peft's adapters compute with the weight of their base layer, in each forward or when they are created.
 
-Owns the lists. Most adapters call their base layer and add to what it gives; those here need a weight that is whole and
-no bytes. Imports nothing of peft.
+Owns the lists. Most adapters call their base layer and add to its output. Those listed here read its weight, which must
+then be whole and not quantized. Does not import peft.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _PACKAGE = "peft.tuners."
 
 
 def reads_weight(layer: nn.Module, *, or_bias: bool = False) -> str | None:
-    """What an adapted layer is, in words, if its adapters read the base layer's weight, or its bias; else None."""
+    """Names the adapters of a layer if they read the base layer's weight, or its bias; None if they do not."""
     if not hasattr(layer, "get_base_layer"):
         return None
     modules = [kind.__module__ for kind in type(layer).__mro__ if kind.__module__.startswith(_PACKAGE)]
@@ -32,8 +32,10 @@ def reads_weight(layer: nn.Module, *, or_bias: bool = False) -> str | None:
 
 
 def begins_with_weight(config: Any) -> str | None:
-    """What adapters are, in words, if their first values come from the base's weight, or have its dtype, and peft would
-    take bytes for numbers; else None. For most such kinds peft itself refuses bytes, as for PiSSA."""
+    """Names adapters whose initial values come from the base weight, or take its dtype; None for all others.
+
+    peft would take quantized bytes for numbers there. It refuses them itself for most such kinds, such as PiSSA.
+    """
     if config.peft_type == "LORA" and config.init_lora_weights == "loftq":
         return "LoftQ"
     if getattr(config, "kasa_config", None) is not None:

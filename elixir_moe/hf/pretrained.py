@@ -1,10 +1,10 @@
-"""A folder of safetensors in Hugging Face's form, read straight into shards.
+"""Reads a folder of safetensors in Hugging Face's format straight into shards.
 
-Owns which tensors of the files a tensor of the model is made of. No rank holds more than the sources of one tensor.
-Names and shapes in files are the model's own, or those that `transformers` registers for its class: mixtures have one
-tensor per expert in files, and one per layer in memory. Weights that files have as bytes stay bytes (`shipped`), and
-those of a model that `em.quantize` has changed on meta become bytes one after another. Never writes (`save_pretrained`
-does).
+Owns the mapping from tensors in files to tensors of the model. A rank holds at most the sources of one tensor at a
+time. Names and shapes in files are the model's own, or those that `transformers` registers for its class: mixtures have
+one tensor per expert in files, and one per layer in memory. Weights that are quantized in the files stay so
+(`shipped`); a model that `em.quantize` has changed on meta is quantized weight by weight. Never writes
+(`save_pretrained` does).
 """
 
 import json
@@ -38,20 +38,20 @@ from elixir_moe.state.safetensors_format import INDEX, SINGLE
 from elixir_moe.torch_private import swap_tensors
 
 _WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
-"""What peft puts into the names of modules that it wraps or copies."""
+"""Parts that peft adds to the names of modules it wraps or copies."""
 _IN_BF16 = "take a checkpoint in bf16, and em.quantize the model"
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The tensors in files from which one tensor of the model is made."""
+    """The tensors in files that make one tensor of the model."""
 
     keys: list[tuple[str, str]]
     """(name in the files, pattern of the converter it matches), in the order the converter expects."""
     converter: Any = None
     """A `transformers` WeightConverter; None if the tensor is in the files unconverted."""
     first: str = ""
-    """The converter's name for its result."""
+    """The converter's name for its first result."""
 
 
 _Places = dict[Tensor, tuple[nn.Module, str]]
@@ -60,7 +60,7 @@ _Places = dict[Tensor, tuple[nn.Module, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """What a parameter of bytes is: the codes or the scales of a quantized weight."""
+    """Describes a parameter of bytes: the codes or the scales of a quantized weight."""
 
     packed: Packed
     codes: nn.Parameter
@@ -70,13 +70,13 @@ class _Half:
 class Pretrained:
     """The weights in a folder for the parameters and buffers that a model has on meta.
 
-    Of a peft model the folder has the base, under the base's own names. Adapters are left to whoever draws them.
+    For a peft model the folder contains the base, under the base's own names. Adapters are initialized elsewhere.
 
     Collective: every rank creates one for the same model, and an error on one rank is raised on all.
 
     Raises:
         CheckpointError: the folder cannot be read, lacks a weight, or has it in another shape.
-        ConfigError: its weights are bytes in a format that is not known.
+        ConfigError: its weights are quantized in a format that is not supported.
     """
 
     def __init__(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -108,13 +108,13 @@ class Pretrained:
             self._halves |= {codes: _Half(packed, codes, False), scales: _Half(packed, codes, True)}
 
     def pack(self) -> None:
-        """Makes the weights on meta that the folder has as bytes frozen parameters of those bytes, in place.
+        """Converts weights on meta that are quantized in the folder to frozen parameters of bytes, in place.
 
         Tensors that transformers keeps in fp32 become fp32.
 
         Raises:
-            ConfigError: such a weight is trained, shared, cut inside a block, or of a module that cannot multiply
-                bytes. It names all of them, and nothing has been changed.
+            ConfigError: such a weight is trained, shared, cut inside a block, or in a module that cannot multiply
+                bytes. The error names all of them, and nothing has been changed.
         """
         self._keep_fp32()
         if self._scheme is None:
@@ -131,7 +131,7 @@ class Pretrained:
         if problems:
             raise ConfigError(f"{self._folder}: its weights are {self._scheme}: " + "\n  ".join(problems))
         for tensor in chosen:
-            assert isinstance(tensor, nn.Parameter), "weights_of has parameters alone"
+            assert isinstance(tensor, nn.Parameter), "weights_of returns parameters only"
             module, own = places[tensor]
             former = torch.empty_like(tensor)
             packed = _packed_like(module, tensor, form.name)
@@ -140,21 +140,21 @@ class Pretrained:
                 (form.scales_shape(packed.shape), form.scales_dtype),
             )
             codes, scales = (as_bytes(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes)
-            beside = nn.Parameter(scales, requires_grad=False)
-            cut_alike(tensor, form, tensor, beside)
+            scale = nn.Parameter(scales, requires_grad=False)
+            cut_alike(tensor, form, tensor, scale)
             self._packed_here.append((module, own, tensor, former))
             replace_data(tensor, codes)
-            del module._parameters[own]  # both to the end, side by side
+            del module._parameters[own]  # so that both come last, next to each other
             module.register_parameter(own, tensor)
-            module.register_parameter(own + SCALES, beside)
+            module.register_parameter(own + SCALES, scale)
             become_quantized(module, own, packed)
         self._look_at_model()
 
     def _keep_fp32(self) -> None:
-        """Makes tensors of 16 bits on meta fp32 if `from_pretrained` keeps them so, as it does biases of routers."""
+        """Makes 16-bit tensors on meta fp32 if `from_pretrained` keeps them in fp32, as it does biases of routers."""
         strict = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
         half = (*strict, *(getattr(self._model, "_keep_in_fp32_modules", None) or ()))
-        patterns = {torch.bfloat16: strict, torch.float16: half}  # as transformers has them: * for any text
+        patterns = {torch.bfloat16: strict, torch.float16: half}  # transformers' patterns: * matches any string
         for tensor, names in self._names.items():
             wanted = patterns.get(tensor.dtype, ())
             if tensor.is_meta and any(re.search(kept.replace("*", ".*"), name) for kept in wanted for name in names):
@@ -173,7 +173,7 @@ class Pretrained:
                 become_plain(module)
 
     def _problem(self, tensor: Tensor, places: _Places) -> str | None:
-        """Why a weight cannot be the bytes that the folder has; None if it can."""
+        """Why a weight cannot stay quantized as it is in the folder; None if it can."""
         if tensor not in places:
             return "is not the weight of a linear layer or of fused experts: nothing else multiplies bytes"
         if tensor.requires_grad:
@@ -184,12 +184,12 @@ class Pretrained:
         assert source is not None and self._scheme is not None
         missing = [key for key, _ in source.keys if key not in self._shipped]
         if missing:
-            return f"is made of bytes and of {missing[0]!r}, which is none: {_IN_BF16}"
+            return f"is made of quantized tensors and of {missing[0]!r}, which is not quantized: {_IN_BF16}"
         form, packed = scheme_named(self._scheme), _packed_like(places[tensor][0], tensor, self._scheme)
         for why in (tile_problem(tensor, form), _slice_problem(tensor, form, packed), form.problem(packed.shape)):
             if why is not None:
                 return why
-        if len({pattern for _, pattern in source.keys}) > 1:  # one behind the other, as gate and up projections are
+        if len({pattern for _, pattern in source.keys}) > 1:  # concatenated, as gate and up projections are
             codes = [self._shipped[key].codes for key, _ in source.keys]
             rows = {self._files[key].get_slice(key).get_shape()[0] for key in codes}
             if any(number % form.block[0] for number in rows):
@@ -197,16 +197,16 @@ class Pretrained:
         return None
 
     def _is_shipped(self, tensor: Tensor) -> bool:
-        """Whether the folder has it as bytes."""
+        """Whether the tensor is quantized in the folder."""
         source = self._source(tensor)
         return source is not None and any(key in self._shipped for key, _ in source.keys)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether `tensor` comes from the folder; if not, it is an adapter's."""
+        """Whether `tensor` comes from the folder; if not, it belongs to an adapter."""
         return tensor in self._names
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
-        """Reads this rank's part of a parameter that was on meta into `place`. Failures are raised by `settle`."""
+        """Reads this rank's part of a parameter that was on meta into `place`. `settle` raises failures."""
         self._reading.run(lambda: place.copy_(self._read(tensor).to(place.device)))
 
     def settle(self) -> None:
@@ -234,7 +234,7 @@ class Pretrained:
         return value
 
     def _made(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
-        """The whole tensor called `name`; `load` reads a tensor of the files."""
+        """Returns the whole tensor called `name`; `load` reads a tensor of the files."""
         source = self._sources[name]
         if source.converter is None:
             return load(source.keys[0][0])
@@ -246,7 +246,7 @@ class Pretrained:
         return whole
 
     def _bytes(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter of bytes: as the folder has it, or made of the folder's weight."""
+        """Returns this rank's part of a parameter of bytes: read as it is, or quantized from the folder's weight."""
         half = self._halves[tensor]
         packed, name = half.packed, self._found(half.codes)
         assert name is not None, f"{self._names[half.codes]} was found when the folder was opened"
@@ -256,7 +256,7 @@ class Pretrained:
                 weight, before = self._made(name, self._stored), _before(half)
                 if weight.shape != (wanted := logical_shape(before)):
                     raise CheckpointError(_unlike(name, tuple(weight.shape), wanted))
-                weight = weight[logical_box(before)]  # no block is cut
+                weight = weight[logical_box(before)]  # cuts no block
                 weight = weight.transpose(-1, -2).contiguous() if packed.transposed else weight
                 self._encoded = half.codes, form.encode(weight, name=name)
             return as_bytes(self._encoded[1][half.is_scales])
@@ -264,18 +264,18 @@ class Pretrained:
             value = self._made(name, lambda key: self._stored(self._shipped[key].scales).to(form.scales_dtype))
         else:
             value = self._made(name, lambda key: as_bytes(self._stored(self._shipped[key].codes)))
-        # gpt-oss's codes have a dim for blocks; a bfloat16 factor of FP8 is an fp32 one
+        # gpt-oss's codes have a dim for blocks; bfloat16 scales of FP8 have become fp32
         made, shape = as_bytes(value.contiguous()), logical_shape(tensor)
         if made.shape[: len(shape) - 1] != shape[:-1] or made.numel() != math.prod(shape):
             raise CheckpointError(
                 _unlike(f"the {'scales' if half.is_scales else 'codes'} of {name}", tuple(made.shape), shape)
             )
-        return made.view(shape)[logical_box(tensor)]  # of a tensor in one piece, a view of the file: no more is read
+        return made.view(shape)[logical_box(tensor)]  # a view of the file if the tensor is in one piece
 
     def fill_buffers(self, is_drawn: Callable[[Tensor], bool]) -> None:
-        """Takes buffers off meta: read from the folder if it has them, else computed by the model. Collective.
+        """Takes buffers off meta: reads them from the folder if it has them, else lets the model compute them.
 
-        Those that the folder has not and of which `is_drawn` says so stay on meta.
+        Buffers that the folder lacks and `is_drawn` accepts stay on meta. Collective.
         """
         raise_on_all_ranks("read their buffers", lambda: self._fill_buffers(is_drawn), error=CheckpointError)
 
@@ -305,7 +305,7 @@ class Pretrained:
         if not self._folder.is_dir():
             raise CheckpointError(f"weights: the folder {str(self._folder)!r} does not exist: name one of safetensors")
         index = self._folder / INDEX
-        several = index.exists() and not (self._folder / SINGLE).exists()  # `from_pretrained` takes the single one
+        several = index.exists() and not (self._folder / SINGLE).exists()  # `from_pretrained` prefers the single one
         try:
             files = json.loads(index.read_text())["weight_map"].values() if several else [SINGLE]
             for file_name in sorted(set(files)):
@@ -355,24 +355,24 @@ class Pretrained:
         left = [name for name in self._sources if name not in named and not self._is_no_loss(name)]
         if left and dist.get_rank() == 0:
             warnings.warn(
-                f"{self._folder} has {len(left)} tensors that the model has not, as {left[0]!r}: they are not read",
+                f"{self._folder} has {len(left)} tensors that the model lacks, such as {left[0]!r}: they are not read",
                 stacklevel=2,
             )
 
     def _is_no_loss(self, name: str) -> bool:
-        """Whether the model's class says that folders may have such a tensor, which it does not need."""
+        """Whether the model's class declares that folders may have such a tensor, which it does not need."""
         return any(
             re.search(known, name) for known in getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
         )
 
     def _other_values(self, tensor: Tensor, key: str) -> str | None:
-        """A name of the tensor under which the folder has other values than under `key`; looked for on rank 0."""
+        """A name under which the folder has other values of the tensor than under `key`; only rank 0 compares."""
         others = (name for name in self._names[tensor] if name in self._sources and dist.get_rank() == 0)
         keys = (self._sources[name].keys[0][0] for name in others if self._sources[name].converter is None)
         return next((k for k in keys if k != key and not torch.equal(self._stored(k), self._stored(key))), None)
 
     def _found(self, tensor: Tensor) -> str | None:
-        """The name under which the folder has `tensor`, or the weight whose bytes it is; None if it has not."""
+        """The name of `tensor`, or of the weight whose bytes it is, in the folder; None if it is not there."""
         tensor = self._halves[tensor].codes if tensor in self._halves else tensor
         return next((name for name in self._names[tensor] if name in self._sources), None)
 
@@ -386,7 +386,7 @@ def _unlike(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
 
 
 def _before(half: _Half) -> Tensor:
-    """This rank's part of a weight on meta, as it was in the model before it was bytes."""
+    """Returns this rank's part of a weight on meta, as it was before it was quantized."""
     *experts, rows, columns = half.packed.shape
     shape = (*experts, columns, rows) if half.packed.transposed else half.packed.shape
     weight = torch.empty(shape, dtype=half.packed.dtype, device="meta")
@@ -398,7 +398,7 @@ def _before(half: _Half) -> Tensor:
 
 
 def _slice_problem(weight: Tensor, form: Scheme, packed: Packed) -> str | None:
-    """Why this rank's slice of a weight cannot be bytes; None if it can, as it is where experts are spread."""
+    """Why this rank's slice of a weight cannot be quantized; None if it can, as for experts spread over ranks."""
     pattern, shape = pattern_of(weight) or UNCUT, whole_shape(weight)
     blocks = (*(1 for _ in shape[2:]), *form.block)
     for axis, dim in pattern.shard:
@@ -412,7 +412,7 @@ def _slice_problem(weight: Tensor, form: Scheme, packed: Packed) -> str | None:
 
 
 def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:
-    """What a weight of a module is once its bytes are there."""
+    """Describes a weight of a module once it is quantized."""
     transposed = bool(getattr(module, "is_transposed", False))
     shape = tuple(weight.shape)
     shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
@@ -420,14 +420,14 @@ def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:
 
 
 def leave_meta(parameter: nn.Parameter) -> None:
-    """Takes a parameter off meta in place, as an expanded single zero; attributes, hooks and references to it stay."""
+    """Takes a parameter off meta in place, as one expanded zero; attributes, hooks and references to it stay."""
     replace_data(parameter, torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape))
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:
-    """As ``tensor.data = data``, between meta and other devices too."""
+    """Does ``tensor.data = data``, between meta and other devices too."""
     hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    # torch.utils.swap_tensors refuses tensors with weak references, as recurrent modules hold them
+    # torch.utils.swap_tensors refuses tensors with weak references, which recurrent modules hold
     swap_tensors(tensor, data.detach().requires_grad_(tensor.requires_grad))
     if hooks is not None:
         tensor._backward_hooks = hooks
@@ -436,7 +436,7 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
-    """As `names_of`; of a model with adapters of peft, the names before peft, and no tensor that peft has added."""
+    """Returns `names_of`; for a model with peft's adapters, the names before peft, without tensors that peft added."""
     found, configs = names_of(base_of(model)), getattr(model, "peft_config", None)
     if not configs:
         return found
@@ -452,7 +452,7 @@ def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) -> dict[str, _Source]:
-    """{name in the model: source} of every tensor in the files; `keys` are names there, `known` those in the model."""
+    """Returns {name in the model: source} for every tensor in the files, called `keys` there; `known`: the model's."""
     if not is_of_transformers(model):
         return {key: _Source([(key, "")]) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -479,8 +479,10 @@ def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) ->
 
 
 def _make(model: Any, buffers: list[Tensor]) -> None:
-    """Lets `transformers` initialize `buffers` only: it skips tensors that are marked, and cannot change tensors on
-    meta. Bytes on meta, which it cannot draw, are marked, too."""
+    """Lets `transformers` initialize `buffers` only.
+
+    It skips marked tensors, and cannot change tensors on meta. Bytes on meta, which it cannot draw, are marked too.
+    """
     new = {id(buffer) for buffer in buffers}
     tensors = [tensor for _, tensor in named_tensors(model) if id(tensor) not in new]
     done: list[Any] = [t for t in tensors if not (t.is_meta and t.is_floating_point())]

@@ -1,9 +1,9 @@
-"""The routers of Hugging Face's mixtures: their load, fp32, and a balance without a loss.
+"""The routers of Hugging Face's mixtures: their load, fp32 weights, and load balancing without a loss.
 
-Owns hooks on the routers and the counts of tokens. A router is a module ...Router with `num_experts`; it keeps its
-class. It returns (logits, weights, indices) in nearly all mixtures of `transformers` 5, (weights, logits) in Llama 4,
-and (choices, weights, logits) in Switch Transformers and NLLB. What is not indices has a column for each expert, which
-is 0 for tokens that go elsewhere.
+Owns hooks on the routers and the counts of tokens. A router is a module named ...Router with `num_experts`; it keeps
+its class. It returns (logits, weights, indices) in nearly all mixtures of `transformers` 5, (weights, logits) in Llama
+4, and (choices, weights, logits) in Switch Transformers and NLLB. All of these but the indices have a column for each
+expert, which is 0 for tokens that go to other experts.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ _BIAS = "e_score_correction_bias"
 
 
 class Routers:
-    """All routers of a model: the tokens that each has sent to each expert, over all ranks.
+    """Counts the tokens that each router of a model sends to each expert, over all ranks.
 
-    Each token of a training pass counts once. A pass under `no_grad` counts where it is the first one of a reentrant
-    activation checkpoint, which backward runs again; any other, as of a reference model, trains nothing.
+    Each token of a training pass counts once. A pass under `no_grad` counts only if it is the first pass of a reentrant
+    activation checkpoint, which backward runs again; any other, such as that of a reference model, trains nothing.
     """
 
     def __init__(self, model: nn.Module, *, fp32: bool = False, balance: float = 0.0) -> None:
@@ -35,7 +35,7 @@ class Routers:
 
         Args:
             model: a model of `transformers`, or one that contains such a model (peft).
-            fp32: keep the routers' weights in fp32 and compute them in fp32, whatever `compute_dtype` is.
+            fp32: keep the routers' weights in fp32 and compute in fp32, whatever `compute_dtype` is.
             balance: after each step, add this to the selection bias of experts that got fewer tokens than the mean, and
                 take it from those that got more (DeepSeek-V3, 2.1.2: gamma, 0.001 there). The bias becomes fp32.
 
@@ -101,7 +101,7 @@ class Routers:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Sums the counts of the step over all ranks, and moves the biases. Collective."""
+        """Sums the counts of the step over all ranks, and updates the biases. Collective."""
         names = list(self.modules)
         sizes = [int(module.num_experts) for module in self.modules.values()]  # type: ignore[arg-type]
         some = next(iter(self._counts.values()), None)
@@ -121,13 +121,13 @@ class Routers:
                 bias += self._balance * (found.float().mean() - found).sign().to(bias)
 
     def loads(self) -> dict[str, Tensor]:
-        """{router: tokens sent to each expert since the last call}, over all ranks and all steps in between."""
+        """Returns {router: tokens sent to each expert since the last call}, over all ranks."""
         found, self._since = self._since, {}
         return {name: counts.cpu() for name, counts in found.items()}
 
 
 def _widen_bias(router: Any) -> None:
-    """Makes a selection bias fp32: in 16 bits, a step of 0.001 from 0.5 on is none."""
+    """Makes a selection bias fp32: in 16 bits, adding 0.001 to 0.5 or more changes nothing."""
     bias = getattr(router, _BIAS)
     bias.data = bias.data.float()
     if isinstance(bias, nn.Parameter):
@@ -141,7 +141,7 @@ def _exempt(parameter: nn.Parameter) -> None:
 
 
 def _has_bias(router: Any) -> bool:
-    """False also for LongCat-Flash's, which has identities behind its experts."""
+    """Whether a router has a bias of one number per expert; LongCat-Flash's has more, for identities after experts."""
     bias = getattr(router, _BIAS, None)
     return bias is not None and len(bias) == router.num_experts
 
@@ -153,9 +153,9 @@ def _place_of_logits(output: Sequence[Tensor]) -> int:
 
 
 def _sent(output: Sequence[Tensor], num_experts: int) -> tuple[Tensor, Tensor]:
-    """(E,) tokens that a router has sent to each expert, and the weights that its output has for them.
+    """Returns the (E,) tokens that a router has sent to each expert, and the weights in its output.
 
-    Tokens that LongCat-Flash and ZAYA leave out go to no expert.
+    Tokens that LongCat-Flash and ZAYA skip go to no expert.
     """
     if _place_of_logits(output) == 0:
         weights, chosen = output[1], output[2].detach()
@@ -179,12 +179,12 @@ def _routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def busiest(loads: dict[str, Tensor]) -> dict[str, float]:
-    """{router: tokens of its busiest expert, in multiples of an even share}."""
+    """Returns {router: tokens of its busiest expert, as a multiple of an even share}."""
     return {name: float(counts.max() / counts.float().mean().clamp(min=1e-9)) for name, counts in loads.items()}
 
 
 def load_table(loads: dict[str, Tensor]) -> str:
-    """The loads as text: a line for each router, a column for each expert, in percent of the router's tokens."""
+    """Formats the loads: a line for each router, a column for each expert, in percent of the router's tokens."""
     width = max(map(len, loads), default=0)
     lines = [f"{'router':{width}}  % of tokens by expert"]
     for name, counts in loads.items():

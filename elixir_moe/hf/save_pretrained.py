@@ -1,8 +1,8 @@
-"""A wrapped model in a folder in Hugging Face's form, written straight from shards.
+"""Writes a wrapped model straight from shards to a folder in Hugging Face's format.
 
-Owns the files: their names, their order, and that a folder has its former contents until all is written. No rank holds
-more of the full model at once than one chunk and the tensors that become one in the files. Never reads (`pretrained`
-does).
+Owns the files, their names and their order. The folder keeps its former contents until all files are written. No rank
+holds more of the full model at once than one chunk and the tensors that become one in the files. Never reads
+(`pretrained` does).
 """
 
 import os
@@ -44,11 +44,11 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Writes a wrapped model's full weights, and its config if it has one, for ``from_pretrained``.
 
-    For a peft model, and one of transformers with `add_adapter`, writes its adapters for ``PeftModel.from_pretrained``
-    and ``load_adapter``; they name a base that is a folder by its absolute path. Only chunks with something that peft
-    saves are read and gathered; rank 0 holds all that peft saves at once.
+    For a peft model, or a transformers model with `add_adapter`, it writes the adapters for
+    ``PeftModel.from_pretrained`` and ``load_adapter``; a base that is a folder is named by its absolute path. Only
+    chunks with tensors that peft saves are gathered; rank 0 holds all of these tensors at once.
 
-    Tensors have their keys of ``model.state_dict()``. Collective; rank 0 writes. Trainable weights are read from their
+    Tensors have the keys of ``model.state_dict()``. Collective; rank 0 writes. Trainable weights are read from their
     fp32 masters and written in their dtype before `wrap`. The previous contents of the folder stay until everything is
     written.
 
@@ -59,9 +59,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
     Raises:
         ConfigError: `max_file_bytes` is not a whole number of at least 1.
-        UsageError: the model is not wrapped, is a pipeline stage, its parameters or buffers have changed since `wrap`,
-            its state dict has extra state or tensors that a hook computes, its weights are quantized, or, on several
-            ranks, peft would save what it computes from the model (prompt learning).
+        UsageError: the model is not wrapped or is a pipeline stage; its parameters or buffers have changed since
+            `wrap`; its state dict has extra state or tensors that a hook computes; its weights are quantized; or, on
+            several ranks, peft would save values that it computes from the model (prompt learning).
         CheckpointError: rank 0 cannot write; raised on every rank.
     """
     wrapped = require_wrapped(model, "save_pretrained", "; a plain one has its own")
@@ -70,7 +70,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         raise ConfigError(f"max_file_bytes={max_file_bytes!r}: expected a whole number of at least 1")
     if wrapped.groups.has_stages:
         raise UsageError(
-            f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a folder is of one whole model: "
+            f"this model is a pipeline stage of ranks {list(wrapped.spec.ranks)}, and a folder holds one whole model: "
             f"write em.full_state_dict(model) of each stage instead"
         )
     raise_on_all_ranks("looked at what to write", lambda: _check_writable(model, wrapped))
@@ -101,12 +101,12 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 
 def _saves_adapters(model: nn.Module) -> bool:
-    """Whether the model's own `save_pretrained` writes its adapters alone."""
+    """Whether the model's own `save_pretrained` writes only its adapters."""
     return is_peft_model(model) or has_own_adapters(model)
 
 
 def _check_writable(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raises UsageError unless a folder can have all of the model, or all that peft saves of it."""
+    """Raises UsageError unless a folder can hold the whole model, or all that peft saves of it."""
     check_as_wrapped(model, wrapped)
     _refuse_more_than_tensors(model, wrapped)
     if _saves_adapters(model):
@@ -114,7 +114,7 @@ def _check_writable(model: nn.Module, wrapped: Wrapped) -> None:
     for name, _, _, packed in packed_parameters(model):
         raise UsageError(
             f"{name!r} is packed as {packed.scheme}, in a form that from_pretrained does not read: em.save keeps the "
-            f"bytes, and of a peft model save_pretrained writes the adapters alone"
+            f"bytes, and save_pretrained of a peft model writes only the adapters"
         )
     _refuse_undeclared_ties(model, wrapped)
 
@@ -139,14 +139,14 @@ def _save_adapters(model: Any, wrapped: Wrapped, folder: str) -> None:
     def save() -> None:
         if mine:
             _locate_base(model)
-            with _alone():
+            with _without_gathers():
                 model.save_pretrained(folder, state_dict=state)
 
     raise_on_all_ranks("saved the adapters", save, error=CheckpointError)
 
 
 def _locate_base(model: Any) -> None:
-    """Makes adapters name a base that is a folder by its absolute path, by which they open from any folder."""
+    """Stores a base that is a folder by its absolute path, so that adapters open from any working directory."""
     for config in model.peft_config.values():
         name = config.base_model_name_or_path or getattr(base_of(model), "name_or_path", None)
         if name is not None and os.path.isdir(name):
@@ -154,14 +154,14 @@ def _locate_base(model: Any) -> None:
 
 
 def refuse_merges(model: Any) -> None:
-    """Makes peft's ways to merge and drop adapters raise UsageError: they write to shards that nobody gathers."""
+    """Makes peft's methods that merge or drop adapters raise UsageError: they would write to ungathered weights."""
 
     def refuse(*_: object, **__: object) -> None:
         raise UsageError(
-            "adapters of a wrapped model cannot be merged or taken off: em.save_pretrained(model, folder) writes them. "
+            "adapters of a wrapped model cannot be merged or removed: em.save_pretrained(model, folder) writes them. "
             "Then `elixir-moe export folder --what merged` merges them into their base in full precision; or, with "
-            "the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload(). To quantize the merged "
-            "weights again may lose more than was learnt"
+            "the base in memory, PeftModel.from_pretrained(base, folder).merge_and_unload(). Quantizing the merged "
+            "weights again may lose more than was learned"
         )
 
     tuner = getattr(model, "base_model", None)
@@ -170,8 +170,8 @@ def refuse_merges(model: Any) -> None:
             setattr(tuner, name, refuse)
 
 
-def _alone() -> AbstractContextManager[object]:
-    """A context for rank 0 to walk over the model's parameters without a gather, which would wait for other ranks."""
+def _without_gathers() -> AbstractContextManager[object]:
+    """A context in which rank 0 reads the model's parameters without a gather, which would wait for other ranks."""
     return DisableTorchFunctionSubclass() if dist.get_world_size() > 1 else nullcontext()
 
 
@@ -194,23 +194,23 @@ def _meta_state(model: nn.Module, wrapped: Wrapped) -> dict[str, Tensor]:
 
 
 def _of_adapters(model: Any, like: dict[str, Tensor]) -> set[str] | None:
-    """The names of the tensors in `like` that peft saves; None if it makes others from them."""
+    """The names of the tensors in `like` that peft saves; None if it computes new tensors from them."""
     from peft import get_peft_model_state_dict
 
-    alone = dist.get_world_size() == 1
+    one_rank = dist.get_world_size() == 1
     computed = (
-        "peft saves what it computes from the model on one rank, which cannot gather weights: take the weights with "
-        "em.full_state_dict(model) instead"
+        "peft saves values that it computes from the model on one rank, which cannot gather weights: take the weights "
+        "with em.full_state_dict(model) instead"
     )
-    if not alone and any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise UsageError(f"of learnt prompts, {computed}")
+    if not one_rank and any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise UsageError(f"for learned prompts, {computed}")
     name_of_each = {id(tensor): name for name, tensor in like.items()}
     picked: list[Any] = []
-    with warnings.catch_warnings(action="ignore"), _alone():  # peft repeats its warnings when it saves
+    with warnings.catch_warnings(action="ignore"), _without_gathers():  # peft repeats its warnings when it saves
         for adapter in model.peft_config:
             picked += get_peft_model_state_dict(model, dict(like), adapter_name=adapter).values()
-    if not alone and any(isinstance(value, Tensor) and not value.is_meta for value in picked):
-        raise UsageError(f"of such adapters, {computed}")
+    if not one_rank and any(isinstance(value, Tensor) and not value.is_meta for value in picked):
+        raise UsageError(f"for these adapters, {computed}")
     names = {name_of_each.get(id(value)) for value in picked}
     return None if None in names else {name for name in names if name is not None}
 
@@ -221,22 +221,23 @@ def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
     more += [key for key, module in modules_with_extra_state(model).items() if module.get_extra_state() is not None]
     if more:
         raise UsageError(
-            f"the model's state_dict() has {more[0]!r}, which is no parameter or buffer: save_pretrained writes those "
-            f"alone. Take the weights with em.full_state_dict(model) and write them yourself, or keep them with em.save"
+            f"the model's state_dict() has {more[0]!r}, which is neither a parameter nor a buffer: save_pretrained "
+            f"writes only those. Take the weights with em.full_state_dict(model) and write them yourself, or keep them "
+            f"with em.save"
         )
 
 
 def _refuse_undeclared_ties(model: Any, wrapped: Wrapped) -> None:
-    """Raises UsageError for a tensor under two names of which a model of transformers does not know that they are one.
+    """Raises UsageError for a tensor with two names that a model of transformers does not declare as tied.
 
-    A folder has each tensor once, and `from_pretrained` draws what it has not.
+    A folder has each tensor once, and `from_pretrained` draws tensors that are missing.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     first = _keys_of_files(wrapped)
     for key, name in wrapped.spec.keys.items() if is_of_transformers(model) else ():
         if name is not None and key != first[name] and not {key, first[name]} & tied.keys():
             raise UsageError(
-                f"{first[name]!r} and {key!r} are one tensor, and the model does not say so in _tied_weights_keys: "
+                f"{first[name]!r} and {key!r} are one tensor, and the model does not declare it in _tied_weights_keys: "
                 f"from_pretrained would draw the second. Declare it there, or take the weights with em.full_state_dict"
             )
 
@@ -251,7 +252,7 @@ def _keys_of_files(wrapped: Wrapped) -> dict[str, str]:
 
 
 def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Tensor]]:
-    """Yields (key, full tensor) of what the model's state dict has, on every rank, one chunk at a time."""
+    """Yields (key, full tensor) for the model's state dict, on every rank, one chunk at a time."""
     keys = _keys_of_files(wrapped)
     for parameter, tensor in full_parameters(wrapped):
         if (key := keys.get(wrapped.spec.names[parameter][0])) is not None:
@@ -262,13 +263,19 @@ def _full_tensors(model: nn.Module, wrapped: Wrapped) -> Iterator[tuple[str, Ten
 
 
 class FolderWriter:
-    """Writes a folder of files of known size, with tensors in any order; on one rank."""
+    """Writes a folder of files of known size, from tensors in any order; on one rank."""
 
     def __init__(
         self, model: nn.Module, like: Mapping[str, Tensor], folder: Path, source: str | os.PathLike[str] | None
     ) -> None:
-        """`like`: the tensors to come by their keys in the model's state dict, on meta. `source`: the folder that the
-        weights were read from, whose settings of generation are kept."""
+        """Prepares to write.
+
+        Args:
+            model: the model whose tensors are written.
+            like: the tensors on meta, by their keys in the model's state dict.
+            folder: the target.
+            source: the folder that the weights were read from; its generation config is kept.
+        """
         self._model, self._like, self._source = model, like, source
         self._folder, self._partial = folder, folder / PARTIAL_SUFFIX
         self._work: StagingFolder | None = None
@@ -301,7 +308,7 @@ class FolderWriter:
             self._places |= {key: (file_name, place) for key, place in head.places.items()}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a full tensor of the model; writes the tensors of files that are now complete."""
+        """Adds a full tensor of the model; writes the tensors of files that are now complete."""
         names = self._group_of.get(name)
         if names is None:
             return
@@ -314,7 +321,7 @@ class FolderWriter:
                     self._files[file_name].write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Moves the files to their final place, once the disk has them: until then those of before stay."""
+        """Moves the files to their final place once they are on disk; until then the former ones stay."""
         for name, file in self._files.items():
             with name_in_errors(self._partial / name):
                 file.flush()
@@ -329,7 +336,7 @@ class FolderWriter:
                 new.replace(self._folder / new.name)
 
     def clean(self) -> None:
-        """Removes files that are not in their final place."""
+        """Removes files that have not reached their final place."""
         for file in self._files.values():
             with suppress(OSError):  # a full disk, already reported
                 file.close()
@@ -352,7 +359,7 @@ class FolderWriter:
 
 
 def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Groups of names in the model that are converted to tensors of files together."""
+    """Groups the names in the model that are converted to tensors of files together."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in names if name not in ignored]
     if not is_of_transformers(model):
@@ -371,7 +378,7 @@ def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[st
 
 
 def _to_files(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of files that are made from these tensors of the model."""
+    """Converts tensors of the model to tensors of files."""
     if not is_of_transformers(model):
         return tensors
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,12 +1,12 @@
-"""Quantized checkpoints as they are shipped: which weights of a folder are bytes, and where codes and scales are.
+"""Quantized checkpoints as published: which weights of a folder are quantized, and where codes and scales are.
 
-Owns the `quantization_config` of such folders and the names in their files. Reads no weight.
+Owns the `quantization_config` of such folders and the names in their files. Reads no weights.
 
     quant_method   codes                                 scales
     fp8            X, float8_e4m3fn (out, in)            X_scale_inv, fp32 or bf16, (out / 128, in / 128), rounded up
     mxfp4          X_blocks, uint8 (E, out, in/32, 16)   X_scales, uint8 (E, out, in / 32)
 
-DeepSeek and Qwen publish the first, gpt-oss is the second.
+DeepSeek and Qwen publish the first format, gpt-oss uses the second.
 """
 
 import json
@@ -22,17 +22,17 @@ from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.modules import weights_of
 
 _SUFFIXES: Mapping[str, tuple[str, str]] = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}
-"""What the name of a weight gets in files, for its codes and for its scales."""
+"""Suffixes of a weight's name in files, for its codes and for its scales."""
 _FP8_SETTINGS: Mapping[str, Any] = {
     "weight_block_size": list(SCHEMES["fp8"].block),
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
 }
-"""What a config may say of FP8."""
+"""The supported settings of FP8 in a config."""
 
 
 class Halves(NamedTuple):
-    """The names in files of one quantized weight."""
+    """The names of one quantized weight in files."""
 
     codes: str
     scales: str
@@ -42,7 +42,7 @@ def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
     """The scheme that a ``config.json`` names for its weights; None if they are not quantized.
 
     Raises:
-        ConfigError: the weights have a format that is not known here.
+        ConfigError: the format of the weights is not supported.
     """
     found = _quantization(config)
     if not found:
@@ -56,14 +56,14 @@ def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
     for name, expected in _FP8_SETTINGS.items() if method == "fp8" else ():
         if found.get(name, expected) != expected:
             raise ConfigError(
-                f"{where}: quantization_config has {name}={found[name]!r}; of {method}, {name}={expected!r} is read: "
+                f"{where}: quantization_config has {name}={found[name]!r}, expected {name}={expected!r} for {method}: "
                 f"take a checkpoint with it, or one in bf16 and em.quantize"
             )
     return str(method)
 
 
 def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dict[str, list[str]]:
-    """What `em.quantize` is given for the weights of `model` that a checkpoint with this config has as bytes."""
+    """Returns the arguments of `em.quantize` that select the weights a checkpoint with this config has quantized."""
     if scheme == "mxfp4":
         return {"targets": ["*.experts"]}
     listed = _quantization(config).get("modules_to_not_convert") or ()
@@ -72,13 +72,13 @@ def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dic
 
 
 def shipped_patterns(path: Path, scheme: str, model: nn.Module) -> dict[str, list[str]]:
-    """`patterns_of` the ``config.json`` at `path` if its weights are shipped in that scheme; else nothing."""
+    """Returns `patterns_of` for the ``config.json`` at `path` if its weights have that scheme; else {}."""
     config = config_in(path)
     return patterns_of(config, scheme, model) if scheme_of(config, path) == scheme else {}
 
 
 def _leaves(left: str, name: str) -> bool:
-    """Whether an entry of ``modules_to_not_convert`` leaves a module: by its end, or its beginning as a pattern."""
+    """Whether an entry of ``modules_to_not_convert`` excludes a module: as a suffix, or as a pattern of its start."""
     return name.endswith(left) or re.match(rf"(?:{left})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
@@ -89,18 +89,18 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scheme_of_folder(folder: Path) -> str | None:
-    """As `scheme_of`, of the folder's ``config.json``; None without one.
+    """Returns `scheme_of` for the folder's ``config.json``; None without one.
 
     Raises:
-        ConfigError: the weights have a format that is not known here.
-        CheckpointError: the file is no JSON object.
+        ConfigError: the format of the weights is not supported.
+        CheckpointError: the file is not a JSON object.
     """
     path = folder / "config.json"
     return scheme_of(config_in(path), path) if path.exists() else None
 
 
 def config_in(path: Path) -> dict[str, Any]:
-    """The contents of a ``config.json``. Raises CheckpointError if the file is no JSON object."""
+    """Reads a ``config.json``. Raises CheckpointError if the file is not a JSON object."""
     try:
         config = json.loads(path.read_text())
     except OSError as error:
@@ -113,7 +113,7 @@ def config_in(path: Path) -> dict[str, Any]:
 
 
 def halves_in(keys: Iterable[str], scheme: str) -> dict[str, Halves]:
-    """{name of the weight: its names in files} of all weights that are bytes there."""
+    """Returns {weight: its names in files} for all weights that are quantized there."""
     known = set(keys)
     codes, scales = _SUFFIXES[scheme]
     stems = {key.removesuffix(scales) for key in known if key.endswith(scales)}

@@ -1,6 +1,6 @@
-"""What a trainer under a plan knows of a step before its update, and the callbacks that it tells.
+"""The facts of a training step before its update, and the callbacks that may use them.
 
-Owns the facts that all ranks share about a step, and how a callback asks for them. Decides nothing. Needs the package
+Owns the facts that all ranks share about a step, and the interface for callbacks. Decides nothing. Needs the package
 `transformers`.
 """
 
@@ -19,7 +19,7 @@ from elixir_moe.parallel.rules import ranks_of_a_batch
 from elixir_moe.state.wrapped import Wrapped
 
 _NO_TOKENS = ("position_ids", "token_type_ids", "cache_ids")
-"""Inputs whose names end like those of tokens."""
+"""Inputs whose names end in ``_ids`` but that are not tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,12 @@ class StepFacts:
     busy_seconds: tuple[float, ...]
     """Time of each rank for forward and backward, without its waits for other ranks."""
     tokens: float
-    """Tokens of all ranks, without those that fill rows up; 0 where the inputs name none."""
+    """Tokens of all ranks, without padding; 0 if the inputs have no tokens."""
     tokens_per_expert: Mapping[str, list[int]] = field(default_factory=dict)
     """By router: tokens that chose each expert, over all ranks."""
 
 
-class GoBack(Exception):  # noqa: N818 (it is asked for)
+class GoBack(Exception):  # noqa: N818 (a request, not an error)
     """Raised by a callback on all ranks: the trainer continues from a checkpoint."""
 
     def __init__(self, folder: str) -> None:
@@ -49,12 +49,13 @@ class GoBack(Exception):  # noqa: N818 (it is asked for)
 class StepCallback(TrainerCallback):  # type: ignore[misc]
     """A callback of a trainer under a plan. It may ask for the facts of a step, drop its gradients, or go back.
 
-    In `on_pre_optimizer_step`, `trainer.step_facts()` is collective; `trainer.drop_gradients()` leaves the weights as
-    they are in this step; `GoBack` may be raised. What `to_save` returns is in each checkpoint.
+    In `on_pre_optimizer_step` it may call `trainer.step_facts()`, which is collective, and `trainer.drop_gradients()`,
+    with which this step leaves the weights unchanged; or it may raise `GoBack`. Checkpoints contain the result of
+    `to_save`.
     """
 
     trainer: Any = None
-    """The trainer, once it has the callback."""
+    """The trainer, from the moment the callback is added."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -62,18 +63,18 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         return False
 
     def to_save(self) -> dict[str, Any]:
-        """Plain data for a checkpoint, the same on all ranks."""
+        """Returns plain data for a checkpoint, equal on all ranks."""
         return {}
 
     def restore(self, saved: Mapping[str, Any], *, back: bool) -> None:
-        """Takes what a checkpoint has; `back`: in the middle of a run, which goes back to it."""
+        """Restores the data of a checkpoint; `back`: a running training returns to that checkpoint."""
 
 
 class Steps:
     """Collects the facts of a step on this rank."""
 
     def __init__(self, routers: Routers | None, device: torch.device) -> None:
-        """`routers`: those that count for the facts; None in a model without."""
+        """`routers`: count tokens per expert; None for a model without routers."""
         self._routers = routers
         self._busy = BusyTime(device)
         self._losses: list[torch.Tensor] = []
@@ -86,7 +87,7 @@ class Steps:
         self._step = -1
 
     def begin(self, step: int) -> None:
-        """Begins a micro-batch of a step, whose number counts from 0; another step begins behind `facts`, too."""
+        """Begins a micro-batch of the step of that number, counted from 0. After `facts`, a new step begins too."""
         if self._facts is not None or step != self._step:
             self._losses, self._tokens, self.inputs, self._facts = [], [], [], None
             self._step = step
@@ -127,7 +128,7 @@ class Steps:
 
 
 def tokens_in(inputs: Mapping[str, Any]) -> torch.Tensor | int:
-    """Tokens in the inputs of a loss, without those that fill rows up; 0 if they name none."""
+    """Counts the tokens in the inputs of a loss, without padding; 0 if the inputs have none."""
     found: torch.Tensor | int = 0
     for name, tokens in inputs.items():
         if name.endswith("_ids") and name not in _NO_TOKENS and isinstance(tokens, torch.Tensor):

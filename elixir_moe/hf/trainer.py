@@ -1,11 +1,11 @@
 """Hugging Face's Trainer, and trainers built on it such as TRL's SFTTrainer.
 
-Owns what a trainer must do otherwise with a wrapped model: how it is prepared (`hf.accelerate`), saved,
-loaded and resumed, and which of its settings contradict this library. The loop, the losses, schedulers, accumulation,
-evaluation and logging are the trainer's own. Needs the packages `transformers` and `accelerate`.
+Owns what differs for a wrapped model: how it is prepared (`hf.accelerate`), saved, loaded and resumed, and which
+settings of the trainer contradict this library. The loop, the losses, schedulers, accumulation, evaluation and logging
+stay the trainer's. Needs the packages `transformers` and `accelerate`.
 
-A checkpoint folder of the trainer has weights for `from_pretrained`, and beside them those of `em.save`, from which
-training resumes on any number of ranks.
+A checkpoint folder of the trainer has weights for `from_pretrained`, and a checkpoint of `em.save`, from which training
+resumes on any number of ranks.
 """
 
 import glob
@@ -47,27 +47,27 @@ _REFUSED = {
 
 
 class _AfterStep(TrainerCallback):
-    """Tells the routers that a step is over."""
+    """Calls `Routers.step` after each update."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Called behind each update."""
+        """Called after each update."""
         self._routers.step()
 
 
 class _CheckpointBetweenSteps(JITCheckpointCallback):
-    """The Trainer's, which saves when a signal has come; gradients are in no checkpoint, so it awaits their step."""
+    """Saves after a signal, like Trainer's callback, but only between steps: checkpoints contain no gradients."""
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Nothing: `on_step_end` follows."""
+        """Does nothing: `on_step_end` follows."""
 
 
 SET_ASIDE_FOLDER = "apart"
-"""The folder, in the trainer's, of checkpoints from which no run resumes by itself."""
+"""The folder, inside the trainer's, of checkpoints from which no run resumes automatically."""
 _ONE_BACKWARD = ("transformers", "trl")
-"""Packages whose `training_step` calls backward once and reads no gradient."""
+"""Packages whose `training_step` calls backward once and reads no gradients."""
 
 _Trainer: Any = object
 """The trainer that the mixin is mixed into."""
@@ -86,7 +86,7 @@ class ElixirMixin(_Trainer):
         update_in_backward: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """As the trainer's own constructor.
+        """Takes the trainer's arguments and those of a plan.
 
         Args:
             args, kwargs: the trainer's.
@@ -94,13 +94,13 @@ class ElixirMixin(_Trainer):
             wrap: further arguments of `em.wrap`. With ``bf16=True`` among the trainer's settings, `compute_dtype` is
                 bf16.
             routers: arguments of `hf.routers.Routers`, or {}, to log the load of a mixture's experts:
-                ``router_busiest`` is the busiest expert's tokens in multiples of an even share, for each router and
-                the worst of them.
+                ``router_busiest`` is the busiest expert's tokens as a multiple of an even share, for each router and
+                for the worst of them.
             loss: "fused" computes the loss of a causal language model without its logits, by `linear_cross_entropy`,
                 label smoothing included. Evaluations that want logits (`compute_metrics`, `predict`) have them.
             update_in_backward: whether the last backward of a step runs in `ShardedOptimizer.update_in_backward`. By
-                default it does where `max_grad_norm` is 0, `save_strategy` writes the checkpoints from which a run goes
-                on when such a backward fails, and no code of yours may want whole gradients: a `training_step`, a
+                default it does where `max_grad_norm` is 0, `save_strategy` writes checkpoints from which a run can
+                continue if such a backward fails, and no code of yours may need whole gradients: a `training_step`, a
                 callback's `on_pre_optimizer_step`, a pre-hook of the optimizer's step.
 
         Raises:
@@ -138,7 +138,7 @@ class ElixirMixin(_Trainer):
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, StepCallback)]
 
     def add_callback(self, callback: Any) -> None:
-        """As Trainer's."""
+        """Adds a callback; a `StepCallback` gets this trainer."""
         super().add_callback(callback)
         self._join_callbacks()
 
@@ -147,7 +147,7 @@ class ElixirMixin(_Trainer):
             callback.trainer = self
 
     def _refuse_other_losses(self) -> None:
-        """Raises ConfigError if something else than Trainer computes the loss."""
+        """Raises ConfigError if anything but Trainer computes the loss."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(ElixirMixin) + 1 :]
         whose = next((kind for kind in behind if "compute_loss" in vars(kind)), None)
@@ -185,12 +185,12 @@ class ElixirMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. In the place of a checkpoint that a kill has cut, the newest whole one before it is resumed.
+        """Trains; instead of a checkpoint that a kill left incomplete, resumes from the newest complete one before it.
 
         Raises:
             CheckpointError: there is none.
         """
-        if str(resume_from_checkpoint).lower() == "true":  # a text, from a command line
+        if str(resume_from_checkpoint).lower() == "true":  # a string, from a command line
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str):
             resume_from_checkpoint = _whole(resume_from_checkpoint)
@@ -206,7 +206,7 @@ class ElixirMixin(_Trainer):
             self._going_back = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Trainer's."""
+        """Runs the trainer's step, and collects its facts for callbacks."""
         self.accelerator.update_in_backward = self._updates_in_backward()
         watched = bool(self._step_callbacks)
         if watched:
@@ -223,7 +223,7 @@ class ElixirMixin(_Trainer):
     # ------------------------------------------------------------------------------------------- for callbacks of steps
 
     def step_facts(self) -> StepFacts:
-        """The facts of the step whose gradients are there, in a callback's `on_pre_optimizer_step`. Collective."""
+        """Returns the facts of this step; for a callback's `on_pre_optimizer_step`. Collective."""
         assert self._elixir is not None
         return self._steps.facts(self.model, self._elixir)
 
@@ -233,18 +233,18 @@ class ElixirMixin(_Trainer):
         return bool(self.accelerator.update_in_backward)
 
     def drop_gradients(self) -> None:
-        """Drops the gradients of a step: its update then changes neither weights nor moments."""
+        """Drops the gradients of this step: its update then changes neither weights nor moments."""
         self._sharded.zero_grad()
 
     @torch.no_grad()
     def forward_again(self) -> None:
-        """Runs the forward passes of the step again. Collective."""
+        """Repeats the forward passes of the step. Collective."""
         inputs, self._steps.inputs = self._steps.inputs, []
         for each in inputs:
             self.compute_loss(self.model, each)
 
     def save_apart(self) -> str:
-        """Saves a checkpoint where no run resumes by itself, in ``OUT/apart``; returns its folder. Collective."""
+        """Saves a checkpoint in ``OUT/apart``, where no run resumes automatically; returns its folder. Collective."""
         self._apart = os.path.join(self.args.output_dir, SET_ASIDE_FOLDER)
         try:
             self._save_checkpoint(self.model, None)
@@ -260,7 +260,7 @@ class ElixirMixin(_Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, with arguments as they come; without logits where `loss` says so and nobody wants them."""
+        """Computes the trainer's loss; without logits if `loss` is "fused" and nothing needs them."""
         if model.training and torch.is_grad_enabled() and self._step_callbacks:
             self._steps.see(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
@@ -277,7 +277,7 @@ class ElixirMixin(_Trainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> Any:
-        """As Trainer's."""
+        """Runs the trainer's evaluation step, with logits if it asks for them."""
         self._wants_logits = not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
@@ -285,7 +285,7 @@ class ElixirMixin(_Trainer):
             self._wants_logits = False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, with the load of routers beside each loss."""
+        """Logs, and adds the load of routers to each loss."""
         if self.routers is not None and "loss" in logs:
             found = busiest(self.routers.loads())
             logs["router_busiest"] = max(found.values(), default=0.0)
@@ -293,7 +293,7 @@ class ElixirMixin(_Trainer):
         super().log(logs, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's; the accelerator is an `ElixirAccelerator`. Raises ConfigError."""
+        """Creates an `ElixirAccelerator`. Raises ConfigError for settings that contradict this library."""
         for name, why in _REFUSED.items():
             if getattr(self.args, name, None):
                 raise ConfigError(f"TrainingArguments({name}={getattr(self.args, name)!r}): {why}; leave it out")
@@ -310,7 +310,7 @@ class ElixirMixin(_Trainer):
         if self.args.enable_jit_checkpoint and self.args.world_size > 1:
             raise ConfigError(
                 f"TrainingArguments(enable_jit_checkpoint=True) on {self.args.world_size} ranks: a signal reaches them "
-                f"at different steps, and a checkpoint is of all; leave it out, and save often (save_steps)"
+                f"at different steps, and all of them save one checkpoint; leave it out, and save often (save_steps)"
             )
         if self.args.n_gpu > 1:
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
@@ -324,17 +324,17 @@ class ElixirMixin(_Trainer):
         return all(p.dtype is torch.bfloat16 for p in self.model.parameters() if p.is_floating_point())
 
     def call_model_init(self, trial: Any = None) -> torch.nn.Module:
-        """As Trainer's; the model of the training before is closed; `train` clears the accelerator. Collective."""
+        """Makes a new model, after closing the previous one; `train` clears the accelerator. Collective."""
         if getattr(self, "model", None) is not None and self._elixir is not None:
             self._sharded.close()
         found: torch.nn.Module = super().call_model_init(trial)
         return found
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Leaves the model where it is: `em.wrap` moves weights to the device as the plan says."""
+        """Does nothing: `em.wrap` moves weights to the device as the plan says."""
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
-        return False  # the norm is one over all meshes; parameters show no gradients
+        return False  # one norm covers all meshes; parameters show no gradients
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -343,9 +343,9 @@ class ElixirMixin(_Trainer):
         return getattr(self.model, "_elixir", None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, by `em.save_pretrained`: of a peft model, the adapters alone. Collective.
+        """Saves the model by `em.save_pretrained`: for a peft model, the adapters only. Collective.
 
-        Before `train` the model is plain, and Trainer saves it.
+        Before `train` the model is not wrapped, and Trainer saves it.
 
         Raises:
             UsageError: before `train`, if the weights are on meta.
@@ -374,7 +374,7 @@ class ElixirMixin(_Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _frozen_in(self, folder: str) -> set[str]:
-        """The frozen parameters that peft has written with its adapters: those of a vocabulary that was enlarged."""
+        """The frozen parameters that peft has written with its adapters, as for an enlarged vocabulary."""
 
         def keys() -> set[str]:
             found: set[str] = set()
@@ -388,7 +388,7 @@ class ElixirMixin(_Trainer):
         assert wrapped is not None
         chunks = [chunk for chunk in wrapped.scheduler.chunks if not chunk.spec.key.trainable]
         frozen = {wrapped.spec.names[parameter][0] for chunk in chunks for parameter in chunk.parameters}
-        prefix = "base_model.model."  # of peft's files, also where a model of transformers has adapters of its own
+        prefix = "base_model.model."  # in peft's files, also for a transformers model with adapters of its own
         names = {wrapped.spec.keys.get(key) or wrapped.spec.keys.get(key.removeprefix(prefix)) for key in written}
         return {name for name in names if name in frozen}
 
@@ -416,9 +416,9 @@ class ElixirMixin(_Trainer):
 
 
 def _whole(folder: str) -> str:
-    """A checkpoint to resume from: `folder`, or the newest whole one before it, with a warning. Collective.
+    """The checkpoint to resume from: `folder`, or with a warning the newest complete one before it. Collective.
 
-    Rank 0 looks.
+    Only rank 0 reads the folders.
     """
 
     def look() -> tuple[str, str]:
@@ -442,7 +442,7 @@ def _whole(folder: str) -> str:
 
 
 def _checkpoints_before(folder: str) -> list[str]:
-    """The Trainer's checkpoints beside `folder` with fewer steps, the newest first."""
+    """The Trainer's checkpoints next to `folder` with fewer steps, the newest first."""
     name = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     here, own = os.path.split(os.path.abspath(folder))
     last = name.fullmatch(own)
@@ -453,9 +453,9 @@ def _checkpoints_before(folder: str) -> list[str]:
 
 
 def why_incomplete(folder: str) -> str:
-    """Says what keeps a training from resuming from the Trainer's checkpoint `folder`; empty if it is whole.
+    """Says why training cannot resume from the Trainer's checkpoint `folder`; empty if it is complete.
 
-    The folder `CHECKPOINT_FOLDER` appears whole. Trainer writes its own files behind it, one after the other.
+    The folder `CHECKPOINT_FOLDER` appears in one rename. Trainer writes its own files after it, one after the other.
     """
     there = os.path.join(folder, CHECKPOINT_FOLDER)
     if not os.path.isdir(there) and not os.path.isdir(f"{there}.new"):

@@ -1,7 +1,7 @@
 """One self-contained HTML page: its colors, its cards, its bars and its tables.
 
-Owns the look of a page in light, dark and print, at any width. A page asks nothing of the network and runs no script:
-its own security policy forbids both. Draws no chart (`report.figures`).
+Owns the look of a page in light, dark and print, at any width. A page needs no network and runs no script: its own
+security policy forbids both. Draws no charts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,9 +30,9 @@ COLORS = {
     "device3": ("#7aaee8", "#9cc8f7"),
     "host2": ("#d98545", "#ffc49b"),
 }
-"""{name: (in light and print, in the dark)}; no two are alike in the light, so that `themed` can tell them apart."""
+"""{name: (for light and print, for dark)}; the light ones all differ, so that `themed` can tell them apart."""
 SERIES = ("device", "host", "disk", "purple", "pink", "teal", "gold", "gray")
-"""Colors of lines, in the order in which they are taken."""
+"""Colors of lines, in order of use."""
 
 _STYLE = """
 .elixir{color:var(--text);background:var(--back);font:.94rem/1.45 system-ui,sans-serif;padding:1rem;
@@ -70,37 +70,37 @@ border-bottom:1px solid var(--grid)}.elixir th{font-size:.8rem;color:var(--quiet
 print-color-adjust:exact;-webkit-print-color-adjust:exact}.elixir .cards{columns:2}}
 """
 _LONG = 24
-"""Rows of the longest card that stays whole."""
+"""Most rows of a card that is not broken between columns."""
 _WIDEST = 24
-"""Characters of the longest cell that is taken for a number, and never broken."""
+"""Most characters of a cell that is treated as a number, and never broken."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A row of a stack of bars: its name, what is written behind it, and its parts."""
+    """A row of stacked bars: its name, the label at its end, and its parts."""
 
     name: str
     end: str
     parts: Sequence[tuple[float, str, str, str]]
-    """(size, name of the color, what is written inside, what is said of it) of each part."""
+    """(size, name of the color, label inside, tooltip) of each part."""
 
 
 def style(selector: str) -> str:
-    """The variables of the colors, for light, dark and print."""
+    """The CSS variables of the colors, for light, dark and print."""
     light, dark = (";".join(f"--{name}:{pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
     return f"{selector}{{{light}}}@media screen and (prefers-color-scheme:dark){{{selector}{{{dark}}}}}"
 
 
 def themed(svg: str) -> str:
-    """A drawing in the colors of the light, in those of the page."""
+    """Replaces the light colors of a drawing by the variables of the page."""
     for name, (light, _) in COLORS.items():
         svg = svg.replace(light, f"var(--{name})")
     return svg
 
 
 def fragment(parts: Iterable[str]) -> str:
-    """What a notebook shows: the parts with their style, which reaches nothing outside of them."""
+    """HTML for a notebook: the parts with their style, which affects nothing else."""
     return f'<div class="elixir"><style>{style(".elixir")}{_STYLE}</style>{"".join(parts)}</div>'
 
 
@@ -126,17 +126,17 @@ def write(path: Path, document: str) -> None:
 
 
 def heading(title: str, below: str = "") -> str:
-    """The title of a page, and a quiet line below it."""
+    """The title of a page, and a muted line below it."""
     return f"<h1>{escape(title)}</h1>" + (f'<p class="quiet">{escape(below)}</p>' if below else "")
 
 
 def tiles(found: Iterable[tuple[str, str, str]]) -> str:
-    """(what, its value, a remark) of the figures that people look at first, side by side."""
-    said = "".join(
+    """Tiles, side by side, for the figures that people look at first: (what, its value, a remark)."""
+    drawn = "".join(
         f'<div class="tile"><span>{escape(what)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>'
         for what, value, remark in found
     )
-    return f'<div class="tiles">{said}</div>' if said else ""
+    return f'<div class="tiles">{drawn}</div>' if drawn else ""
 
 
 def cards(found: Iterable[str]) -> str:
@@ -145,21 +145,21 @@ def cards(found: Iterable[str]) -> str:
 
 
 def card(title: str, parts: Iterable[str]) -> str:
-    """Parts in a frame, which may break between columns and pages if it has many rows; empty if there are none."""
+    """Parts in a frame, which may break between columns and pages if it has many rows; empty without parts."""
     found = "".join(parts)
     long = " long" * (found.count("<tr>") + found.count('class="bar"') > _LONG)
     return f'<section class="card{long}"><h2>{escape(title)}</h2>{found}</section>' if found else ""
 
 
 def bars(rows: Sequence[Bar], keys: Iterable[tuple[str, str]] = ()) -> str:
-    """Stacked bars, one a row, all at the same scale; empty without a row. `keys`: (color, meaning)."""
+    """Stacked bars, one per row, all to the same scale; empty without rows. `keys`: (color, meaning)."""
     longest = max((sum(size for size, *_ in row.parts) for row in rows), default=0) or 1
     drawn = []
     for row in rows:
         inner = "".join(
             f'<i style="width:{100 * size / longest:.3f}%;background:{_var(color)}" '
-            f'title="{escape(said, quote=True)}">{escape(inside)}</i>'
-            for size, color, inside, said in row.parts
+            f'title="{escape(tooltip, quote=True)}">{escape(inside)}</i>'
+            for size, color, inside, tooltip in row.parts
         )
         drawn.append(f'<div class="bar"><span>{escape(row.name)}</span><span>{escape(row.end)}</span>'
                      f"<div>{inner}</div></div>")  # fmt: skip
@@ -167,13 +167,13 @@ def bars(rows: Sequence[Bar], keys: Iterable[tuple[str, str]] = ()) -> str:
 
 
 def legend(keys: Iterable[tuple[str, str, str]]) -> str:
-    """(color, meaning, value) of each mark of a drawing above."""
-    said = "".join(
+    """The legend of a drawing: (color, meaning, value) of each mark."""
+    drawn = "".join(
         f'<li><i style="background:{_var(color)}"></i>{escape(meaning)}'
         f"{f' <b>{escape(value)}</b>' if value else ''}</li>"
         for color, meaning, value in keys
     )
-    return f'<ul class="legend">{said}</ul>' if said else ""
+    return f'<ul class="legend">{drawn}</ul>' if drawn else ""
 
 
 def _var(color: str) -> str:
@@ -181,7 +181,7 @@ def _var(color: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """A table; with `numbers`, short cells behind the first column are aligned to the right. Empty without a row."""
+    """A table; with `numbers`, short cells after the first column are right-aligned. Empty without rows."""
     if not rows:
         return ""
 
@@ -194,5 +194,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool =
 
 
 def text(words: str) -> str:
-    """Lines as they are."""
+    """Preformatted lines."""
     return f"<pre>{escape(words)}</pre>"

@@ -1,7 +1,6 @@
 """Where a wrapped model lives: its layers by tier and chunk, and the bytes of each tier.
 
-Owns the bars and tables of the facts that `em.inspect` gives as plain data, for one model and for the model of a run.
-Reads no model.
+Owns the bars and tables for the plain data of `em.inspect`, of a model or of the model of a run. Reads no model.
 """
 
 import re
@@ -23,15 +22,15 @@ _KINDS = {
 }
 """{kind of bytes: (color, meaning)}, as in `Inspection.facts`."""
 TIERS = {"device": "VRAM", "host": "RAM", "disk": "Disk"}
-"""What users call each tier."""
+"""The users' names of the tiers."""
 TITLE = "Layers: elements on this rank by tier, cut where a chunk ends"
 
 
 def layers(chunks: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """The layers, one a row: elements by tier, with the number of each chunk.
+    """The layers, one per row: elements by tier, with the number of each chunk.
 
     Args:
-        chunks: as `Inspection.facts` gives them. Consecutive layers that are alike share a row.
+        chunks: those of `Inspection.facts`. Consecutive equal layers share a row.
     """
     found: dict[str, dict[tuple[int, str], int]] = {}
     for chunk in chunks:
@@ -59,7 +58,7 @@ def layers(chunks: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def layer_bars(chunks: Sequence[Mapping[str, Any]]) -> str:
-    """The layers with the meaning of the colors."""
+    """The bars of the layers, with a legend."""
     there = {chunk["tier"] for chunk in chunks}
     return document.bars(layers(chunks), [(tier, name) for tier, name in TIERS.items() if tier in there])
 
@@ -76,19 +75,19 @@ def layer_number(layer: str) -> str:
 
 
 def _alike(one: Mapping[tuple[int, str], int], other: Mapping[tuple[int, str], int]) -> bool:
-    """Whether two layers have the same elements in the same tiers; the numbers of chunks differ."""
+    """Whether two layers have the same elements in the same tiers, whatever their chunks."""
     return [(tier, numel) for (_, tier), numel in one.items()] == [(t, n) for (_, t), n in other.items()]
 
 
 def _follows(one: str, other: str) -> bool:
-    """Whether `other` is the layer behind `one`."""
+    """Whether `other` is the layer after `one`."""
     first, second = layer_number(one), layer_number(other)
     together = one.rpartition(".")[0] == other.rpartition(".")[0]
     return together and first.isdigit() and second.isdigit() and int(second) == int(first) + 1
 
 
 def planned(planned_bytes: Mapping[str, Mapping[str, int]]) -> tuple[list[Bar], list[tuple[str, str]]]:
-    """A bar for each tier of which the plan foresees bytes, by kind, and the meaning of the colors."""
+    """A bar by kind for each tier on which the plan has bytes, and the meaning of the colors."""
     rows, seen = [], dict[str, str]()
     for tier, kinds in planned_bytes.items():
         there = [(kind, *_KINDS.get(kind, ("gray", kind)), nbytes) for kind, nbytes in kinds.items() if nbytes]
@@ -100,7 +99,7 @@ def planned(planned_bytes: Mapping[str, Mapping[str, int]]) -> tuple[list[Bar], 
 
 
 def bytes_table(facts: Mapping[str, Any], held: Mapping[str, int]) -> str:
-    """Planned beside held bytes of each tier."""
+    """The planned and the held bytes of each tier."""
     tiers = {tier: sum(kinds.values()) for tier, kinds in facts["planned_bytes"].items()}
     rows = [[tier, size_text(nbytes), size_text(held.get(tier, 0))] for tier, nbytes in tiers.items()]
     return document.table(["tier", "planned", "held"], rows)

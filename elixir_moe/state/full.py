@@ -1,6 +1,6 @@
 """Full tensors from shards: the model as a single process would have it.
 
-Owns `full_state_dict`. Reads the shards at home and gathers over its own process groups; does not touch rCache or
+Owns `full_state_dict`. Reads the shards and gathers over process groups of its own; touches neither the rCache nor the
 schedule.
 """
 
@@ -38,10 +38,10 @@ def groups_needed(parameters: Iterable[nn.Parameter], chunks: Iterable[ChunkSpec
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Any]:
-    """``{name: full CPU tensor}``: what ``model.state_dict()`` gives before `wrap`, experts of all ranks included.
+    """Returns ``{name: full CPU tensor}`` like ``model.state_dict()`` before `wrap`, with the experts of all ranks.
 
-    The model's own ``state_dict`` makes it of full tensors, with its hooks, its overrides and its extra state. Names
-    stay those of `wrap` where parametrisations come or go. Trainable parameters are read from their fp32 masters. Tied
+    The model's own ``state_dict`` makes it from full tensors, with its hooks, its overrides and its extra state. Names
+    stay those of `wrap` if parametrizations come or go. Trainable parameters are read from their fp32 masters. Tied
     names share one tensor. Collective.
 
     Args:
@@ -51,8 +51,8 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
 
     Raises:
         UsageError: the model is not wrapped, its parameters or buffers have changed since `wrap`, or a hook reads a
-            parameter that it has kept, not the module's.
-        OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
+            parameter that it has kept instead of the module's.
+        OutOfStepError: ranks have taken different steps, as after an interrupt; on all ranks.
         ElixirError: the model's ``state_dict`` raises; on all ranks.
     """
     wrapped = require_wrapped(model, "full_state_dict", "; use model.state_dict() on a plain one")
@@ -72,22 +72,22 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
 
 
 def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
-    """The model's own state dict of full parameters, and of copies of its buffers on the CPU."""
+    """Returns the model's own state dict, from full parameters and CPU copies of its buffers."""
     values |= {buffer: buffer.detach().cpu().clone() for buffer in model.buffers()}
     with refuse_reads("a hook of state_dict() has kept a parameter, which it should read from its module"):
         state = plain_state_dict(model, wrapped.spec.names, values)
     ours = {_memory(value) for value in values.values()} - {None}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and _memory(value) not in ours:
-            state[key] = value.detach().cpu().clone()  # made by a hook, perhaps of what goes on to change
-    if state.keys() == wrapped.spec.keys.keys():  # parametrisations may have come or gone since: the order of wrap
+            state[key] = value.detach().cpu().clone()  # made by a hook, perhaps a view of values that will change
+    if state.keys() == wrapped.spec.keys.keys():  # parametrizations may have come or gone since: use wrap's order
         for key in wrapped.spec.keys:
             state[key] = state.pop(key)
     return state
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """The memory that a tensor uses; None for one without plain memory."""
+    """The id of the storage of a tensor; None for a tensor that is not strided."""
     return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
@@ -97,8 +97,8 @@ def full_parameters(
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Yields (parameter, full CPU tensor in its dtype before `wrap`); gathers one chunk at a time. Collective.
 
-    Of the tiles of a parameter, yields the last one, with the whole parameter. Chunks without a parameter in `wanted`
-    are neither read nor gathered; by default all parameters are wanted.
+    For a tiled parameter, yields its last tile with the whole parameter. Chunks without a parameter in `wanted` are
+    neither read nor gathered; by default all parameters are wanted.
     """
     wrapped.phase.require(WHOLE, "em.full_state_dict()")
     wrapped.scheduler.writes.keep_all()
@@ -135,7 +135,7 @@ def refuse_plain_state_dicts(model: nn.Module, spec: ModelSpec) -> None:
     """Makes ``model.state_dict()`` and ``load_state_dict()`` raise UsageError: released parameters hold no weights."""
 
     def refuse(module: nn.Module, *_: object) -> None:
-        if any(parameter in spec.names for parameter in module.parameters()):  # else full tensors stand in their places
+        if any(parameter in spec.names for parameter in module.parameters()):  # else full tensors have replaced them
             raise UsageError(
                 "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load "
                 "a state dict into the model before wrap"
@@ -144,7 +144,7 @@ def refuse_plain_state_dicts(model: nn.Module, spec: ModelSpec) -> None:
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)
     if "state_dict" in vars(model) or type(model).state_dict is not nn.Module.state_dict:
-        own = model.state_dict  # it may ask parts of the model alone, which have no such hook
+        own = model.state_dict  # it may call only the state_dict of submodules, which have no such hook
 
         def state_dict(*args: Any, **kwargs: Any) -> Any:
             refuse(model)
@@ -165,7 +165,7 @@ def _join(local: torch.Tensor, pattern: Pattern, groups: dict[tuple[int, ...], d
 
 
 def _all(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """`tensor` of every rank, in rank order. Sent as bytes, since gloo does not send every dtype."""
+    """Gathers `tensor` of every rank, in rank order; as bytes, since gloo does not send every dtype."""
     flat = tensor.reshape(-1).view(torch.uint8)
     pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     with Wait("the all-gather of whole parameters", dist.get_process_group_ranks(group)):

@@ -1,12 +1,12 @@
-"""Folders that this library makes and may remove: the mark they carry, and the lock of the process that works in them.
+"""Folders that this library creates and may remove, identified by a mark and locked by the process that writes them.
 
-Owns the mark, the lock, and the removal of folders. Removes nothing that does not carry the mark. Knows nothing of the
+Owns the mark, the lock, and the removal of folders. Removes only folders with the mark. Does not look at their
 contents.
 
-A folder under work has a file ``.elixir_moe``. Its maker creates that file, locks it (flock), and only then writes the
-mark into it. So whenever another process looks, a folder with the mark and without a lock has no living maker. A folder
-that carries no mark yet is left alone. A kill between two of these calls leaves an empty folder, or one with an empty
-``.elixir_moe``; the next `StagingFolder` of that path uses it.
+A folder in progress has a file ``.elixir_moe``. The process that creates the folder creates this file, locks it
+(flock), and only then writes the mark into it. So a folder with the mark and without a lock belongs to a dead process,
+whenever another process looks. A folder without the mark is never touched. A kill between two of these calls leaves an
+empty folder, or one with an empty ``.elixir_moe``; the next `StagingFolder` of that path uses it.
 """
 
 import errno
@@ -24,36 +24,36 @@ from typing import Any, Self
 from elixir_moe.errors import CheckpointError, ConfigError
 
 MARK = ".elixir_moe"
-"""Name of the file that marks a folder."""
+"""Name of the file in a folder that holds the mark."""
 MARK_BYTES = b"elixir_moe made this folder and may remove it\n"
-"""The mark."""
+"""The mark: the beginning of the file `MARK`."""
 PARTIAL_SUFFIX = ".partial"
-"""End of the names of folders under work."""
+"""End of the names of folders in progress."""
 _PATIENCE_SECONDS = 1.0
-"""How long a new folder waits for another process that may be removing what a dead one left there."""
+"""How long a new folder waits for another process that may be removing an abandoned one there."""
 
 
 def partial_of(target: Path) -> Path:
-    """The folder in which `target` is made, before one rename makes it appear."""
+    """The folder in which `target` is written, before one rename makes it appear."""
     return target.parent / f".{target.name}{PARTIAL_SUFFIX}"
 
 
 class StagingFolder:
     """A new folder with the mark, locked by this process until it is moved or removed.
 
-    As a context manager it removes the folder at the end, unless that was moved to its target.
+    Used as a context manager, it removes the folder at the end unless it was moved to its target.
     """
 
     def __init__(self, path: Path, *, without_locks: bool = False) -> None:
-        """Makes the folder, or takes over and empties one that a dead process left.
+        """Creates the folder, or empties and reuses one that a dead process left.
 
         Args:
             path: the folder.
-            without_locks: whether to work also where the file system has no locks. A cleanup removes nothing there, and
-                two processes that write to one target at once are not told apart.
+            without_locks: also work on a file system without locks. Cleanups remove nothing there, and two processes
+                that write to one target at the same time are not detected.
 
         Raises:
-            CheckpointError: the folder is not this library's, or another process works in it.
+            CheckpointError: the folder was not made by this library, or another process writes in it.
             ConfigError: the file system has no locks.
             OSError: the folder cannot be made.
         """
@@ -74,7 +74,7 @@ class StagingFolder:
             raise
 
     def _made_or_taken(self) -> int | None:
-        """The locked file for the mark; None while another process works here, or removes what a dead one left."""
+        """The locked file for the mark; None while another process writes here, or removes an abandoned folder."""
         try:
             self.path.mkdir()
         except FileExistsError:
@@ -84,8 +84,8 @@ class StagingFolder:
                 return None  # another process has removed it meanwhile
             if not left_over and os.path.lexists(self.path):
                 raise CheckpointError(
-                    f"{self.path} exists and was not made by elixir_moe, which would work there: move it, or choose "
-                    f"another name for what is to be written"
+                    f"{self.path} exists and was not made by elixir_moe, which needs this name for its work: move it, "
+                    f"or choose another target"
                 ) from None
         try:
             return _locked(self.path, create=True, without_locks=self._without_locks)
@@ -96,7 +96,7 @@ class StagingFolder:
             raise
 
     def move_to(self, target: Path) -> None:
-        """Makes the folder appear as `target`, on disk when this returns.
+        """Renames the folder to `target`; the rename is on disk when this returns.
 
         Raises:
             CheckpointError: `target` was created meanwhile.
@@ -108,7 +108,7 @@ class StagingFolder:
         self._unmark(target)
 
     def remove(self, *, moved_to: Path | None = None) -> None:
-        """Removes the folder. If an interrupt came behind the rename to `moved_to`, only takes off the mark there."""
+        """Removes the folder. If an interrupt came after the rename to `moved_to`, only removes the mark there."""
         if self._lock is not None and _is_in(self._lock, self.path):
             _remove(self._lock, self.path)
         elif self._lock is not None and moved_to is not None and _is_in(self._lock, moved_to):
@@ -141,7 +141,7 @@ def is_marked(path: Path) -> bool:
 
 
 def partial_folders(directory: Path) -> list[Path]:
-    """The marked folders in `directory` in which something is made, or was when its process died."""
+    """The marked folders in `directory`: those in progress, and those of dead processes."""
     return sorted(
         path
         for path in directory.iterdir()
@@ -153,7 +153,7 @@ def partial_folders(directory: Path) -> list[Path]:
 
 
 def remove_abandoned(directory: Path) -> list[Path]:
-    """Removes what dead processes left half made in `directory`; returns the paths.
+    """Removes unfinished folders of dead processes in `directory`; returns their paths.
 
     Raises:
         ConfigError: the file system has no locks.
@@ -162,16 +162,16 @@ def remove_abandoned(directory: Path) -> list[Path]:
 
 
 def remove_owned(path: Path) -> None:
-    """Removes a folder that its caller knows to be this library's; if interrupted, it is whole or absent.
+    """Removes a folder that the caller knows this library made. If interrupted, the folder is complete or absent.
 
     Raises:
-        CheckpointError: something else is in the way.
+        CheckpointError: the name to which the folder is moved first is taken.
         ConfigError: the file system has no locks.
         OSError: for example, this user may not remove it.
     """
     descriptor = _locked(path, create=True)
     if descriptor is None:
-        return  # another process removes it
+        return  # another process is removing it
     try:
         _write_mark(descriptor, path)
         os.rename(path, partial_of(path))
@@ -186,7 +186,7 @@ def remove_owned(path: Path) -> None:
 
 
 def lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
-    """Locks an open file, of this path, without waiting; False if another process has it.
+    """Locks the open file of this path without waiting; False if another process holds the lock.
 
     Raises:
         ConfigError: the file system has no locks.
@@ -206,17 +206,17 @@ def lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
 
 @cache  # one hook is enough
 def _locked_files() -> dict[int, tuple[int, int]]:
-    """{descriptor: file} of this process's locks; some may be closed by now.
+    """Returns {descriptor: file} of the locks of this process; some may be closed by now.
 
     A lock lives as long as any copy of its descriptor. Forked processes, such as the workers of a data loader, close
-    theirs, so that the lock ends with the process that took it.
+    their copies, so that the lock ends with the process that took it.
     """
     files: dict[int, tuple[int, int]] = {}
 
     def close_copies() -> None:
         for descriptor, file in files.items():
             with suppress(OSError):
-                if _identity(descriptor) == file:  # a closed one may be another file's by now
+                if _identity(descriptor) == file:  # a closed descriptor may have been reused for another file
                     os.close(descriptor)
         files.clear()
 
@@ -225,7 +225,7 @@ def _locked_files() -> dict[int, tuple[int, int]]:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    """Which file an open one is."""
+    """The device and inode of an open file."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
 
@@ -242,7 +242,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def name_in_errors(path: Path) -> Iterator[None]:
-    """Gives errors of the system that name no file, such as those of a full disk, the name `path`."""
+    """Adds the name `path` to system errors that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -252,7 +252,7 @@ def name_in_errors(path: Path) -> Iterator[None]:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether a dead process left this folder: it has the mark, or nothing but the file for it."""
+    """Whether this library made the folder: it has the mark, or contains nothing but an empty file for it."""
     if path.is_symlink() or not path.is_dir():
         return False
     if is_marked(path / MARK):
@@ -270,7 +270,7 @@ def _size(entry: Any) -> int:
 
 
 def _locked(path: Path, *, create: bool, without_locks: bool = False) -> int | None:
-    """A descriptor of the locked file for the mark in `path`; None if another process has it, or removes the folder."""
+    """Opens and locks the mark's file in `path`; None if another process holds the lock, or is removing the folder."""
     mark = path / MARK
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
@@ -291,7 +291,7 @@ def _locked(path: Path, *, create: bool, without_locks: bool = False) -> int | N
 
 
 def _is_in(descriptor: int, path: Path) -> bool:
-    """Whether the file for the mark in `path` is the open one."""
+    """Whether `descriptor` is the file for the mark in `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path / MARK, follow_symlinks=False))
     except FileNotFoundError:
@@ -305,7 +305,7 @@ def _write_mark(descriptor: int, path: Path) -> None:
 
 
 def _remove_if_dead(path: Path) -> bool:
-    """Deletes a marked folder unless its maker lives, another process is deleting it, or this one may not."""
+    """Deletes a marked folder unless its process lives, another one is deleting it, or permissions forbid it."""
     try:
         descriptor = _locked(path, create=False)
         return descriptor is not None and _remove(descriptor, path)
@@ -318,7 +318,7 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def _remove(descriptor: int, path: Path) -> bool:
-    """Deletes a folder whose mark this process has locked, the mark last; False if others have begun to write there."""
+    """Deletes a folder whose mark this process has locked, mark last; False if another has begun to write there."""
     try:
         _clear(path)
         (path / MARK).unlink(missing_ok=True)

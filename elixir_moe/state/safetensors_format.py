@@ -50,14 +50,14 @@ class Head:
 
 
 def name_of(dtype: torch.dtype, tensor: str) -> str:
-    """The name of `dtype` in files. Raises CheckpointError, which names `tensor`, if there is none."""
+    """Returns the name of `dtype` in files. Raises CheckpointError, which names `tensor`, if there is none."""
     if dtype not in NAMES:
-        raise CheckpointError(f"{tensor!r} is of {dtype}, which files of safetensors do not hold")
+        raise CheckpointError(f"{tensor!r} is of {dtype}, which safetensors files cannot hold")
     return NAMES[dtype]
 
 
 def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> Head:
-    """The head of a file with these tensors, {name: (name of its dtype, shape)}, and these metadata."""
+    """Returns the head of a file with these tensors, {name: (name of its dtype, shape)}, and this metadata."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     at = 0
@@ -71,11 +71,11 @@ def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[
 
 
 def files_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """{file: names of its tensors, in order}: as many tensors as fit, but at least one.
+    """Returns {file: names of its tensors, in order}; a file has as many tensors as fit, but at least one.
 
     Args:
         sizes: bytes of each tensor.
-        max_file_bytes: most bytes of the tensors in a file with several.
+        max_file_bytes: most bytes of tensors in a file that has several.
     """
     parts = list(_parts(sizes, max_file_bytes))
     if len(parts) == 1:
@@ -96,6 +96,6 @@ def _parts(sizes: Mapping[str, int], max_file_bytes: int) -> Iterator[list[str]]
 
 
 def index_of(files: Mapping[str, Sequence[str]], nbytes: int) -> str:
-    """The text of the index of several files from `files_of`; `nbytes` is the size of all tensors."""
+    """Returns the contents of the index of several files from `files_of`; `nbytes`: the size of all tensors."""
     file_of = {name: file for file, names in files.items() for name in names}
     return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": file_of}, indent=2) + "\n"

@@ -29,10 +29,10 @@ from elixir_moe.runtime.scheduler import Scheduler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapped:
-    """A model's plan, and the objects that carry it out on this rank."""
+    """A model's plan, and the objects that execute it on this rank."""
 
     plan: Plan
-    """The plan with all numbers settled."""
+    """The plan, resolved to numbers."""
     layout: Layout
     footprint: Footprint
     moments: int
@@ -44,7 +44,7 @@ class Wrapped:
     scheduler: Scheduler
     hooks: Hooks
     checkpoints: HostCheckpoints | None
-    """Holds what checkpointed regions keep in host memory, if anything."""
+    """Holds the tensors that checkpointed regions keep in host memory, if any."""
     optimizer: ShardedOptimizer
     kept: OptimizerState
     files: tuple[DiskFile, ...]
@@ -52,17 +52,17 @@ class Wrapped:
     weights: str | None
     """The folder that `wrap` read weights from."""
     not_shared: Mapping[tuple[int, ...], str]
-    """{ranks of a process group: why its frozen chunks do not lie once in the host's memory, as the plan has them}."""
+    """{ranks of a process group: why they do not share frozen chunks in host memory, although the plan says so}."""
     prediction: Any
     """The predicted cost of a step (`planner.prediction.Prediction`); None for a plan without a search."""
 
     @property
     def phase(self) -> Phase:
-        """What may happen to the model now."""
+        """The phase of the step, which decides what may happen now."""
         return self.scheduler.phase
 
     def held_bytes(self) -> dict[str, int]:
-        """{tier: bytes} that the library holds on this rank in a backward, all gradients counted."""
+        """Returns {tier: bytes} that the library holds on this rank in a backward, with all gradients."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes
         held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
@@ -78,7 +78,11 @@ class Wrapped:
 
 
 def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
-    """The record that `wrap` left on the model. Raises UsageError: `what` names the caller, `otherwise` a remedy."""
+    """Returns the record that `wrap` left on the model.
+
+    Raises:
+        UsageError: there is none. `what` names the caller, `otherwise` a remedy.
+    """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None:
         raise UsageError(f"{what} needs a model that went through wrap{otherwise}")
@@ -86,7 +90,7 @@ def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped
 
 
 def check_as_wrapped(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raises UsageError unless the model has the parameters and buffers of `wrap`, each under its names of then.
+    """Raises UsageError unless the model has the parameters and buffers that it had in `wrap`, under the same names.
 
     `torch.nn.utils.parametrize` may have moved a parameter, or moved it back.
     """

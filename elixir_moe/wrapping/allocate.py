@@ -85,7 +85,7 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
         undo.callback(close_all, communicators.values())
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(spec.ranks, groups_needed(spec.parameters, layout.chunks))
-    undo.callback(groups.close_alone)
+    undo.callback(groups.close_local)
     sums = HostSums(ledger.arriving_bytes, device) if ledger.arriving_bytes else None
     observed = schedule if spec.step_order.observed else None
     cache, streams = CacheState(n_blocks, observed, prefetch=plan.prefetch), Streams(device)

@@ -193,7 +193,7 @@ def hooked(folder: str) -> None:
         loading.remove()
         accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
         accelerator.save_state(folder)
-        with pytest.raises(UsageError, match="has taken the wrapped model from the list"):
+        with pytest.raises(UsageError, match="load_state"):
             accelerator.load_state(folder)
         assert len(seen) == 2
         assert accelerator._models == [model, teacher]
@@ -339,7 +339,7 @@ def checkpoints_found(folder: str) -> list[tuple[str, list[str]]]:
     write_small(other.with_suffix(""), 1)
     other.mkdir()
     (other / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"elixir_moe\.old is not removed: its manifest.json is none of an"):
+    with pytest.raises(CheckpointError, match=r"elixir_moe\.old is not removed: its manifest.json"):
         checkpoint_in(str(other.parent))
     assert (other / "manifest.json").exists()
     return found

@@ -104,7 +104,7 @@ def test_a_process_group_that_serves_no_cpu_tensors() -> None:
     group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=77))
     assert timeout_of(group) == timedelta(seconds=77)
     assert backend_of(group, torch.device("cuda")) == "gloo"
-    with pytest.raises(em.ConfigError, match=r"device='cpu': .* tensors on \['cuda'\] alone"):
+    with pytest.raises(em.ConfigError, match=r"device='cpu': .* tensors on \['cuda'\]"):
         backend_of(group, torch.device("cpu"))
     dist.destroy_process_group(group)
 

@@ -164,14 +164,14 @@ def test_values_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("value", "instead"),
     [
-        (object(), "of an object save its state_dict()"),
-        (Path("/tmp"), "of an object save its state_dict()"),
-        ({1, 2}, "of an object save its state_dict()"),
+        (object(), "state_dict()"),
+        (Path("/tmp"), "state_dict()"),
+        ({1, 2}, "state_dict()"),
         (Point(1, 2), "save tuple(...) of it"),
         (defaultdict(list, {"a": [1]}), "save dict(...) of it"),
-        (Kind.ONE, "save its value, Kind(...) makes it again"),
+        (Kind.ONE, "save its value, and restore it with Kind(...)"),
         (np.str_("x"), "save str(...) of it"),
-        (np.ma.masked_array([1.0, 2.0], mask=[True, False]), "of an object save its state_dict()"),
+        (np.ma.masked_array([1.0, 2.0], mask=[True, False]), "state_dict()"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -410,12 +410,12 @@ def test_manifests_of_former_versions_are_read(version: int, tmp_path: Path) -> 
         (lambda f: f["parameters"]["w"]["pieces"].pop(), "'w' of shape .8, 64. is not whole"),
         (lambda f: f["parameters"]["w"]["pieces"].append(f["parameters"]["w"]["pieces"][0]), "is not whole"),
         (lambda f: f["parameters"]["w"].update(shape=[8, 2**61], grid=[8, 2**61]), "is not whole"),
-        (absurd, "files 'rank-00001.safetensors' has .* bytes, and 9,[0-9,]* of tensors are to be in it"),
+        (absurd, "files 'rank-00001.safetensors' has .* bytes, .* 9,[0-9,]* of tensors"),
         (
             lambda f: f.update(
                 buffers={"b": {"shape": [2**59], "dtype": "F32", "file_of_rank": ["rank-00000.safetensors"] * 2}}
             ),
-            "files 'rank-00000.safetensors' has .* bytes, and 2,305,843,[0-9,]* of tensors",
+            "files 'rank-00000.safetensors' has .* bytes, .* 2,305,843,[0-9,]* of tensors",
         ),
         (lambda f: f["parameters"]["w"].update(shape=[8, True]), r"shape\[1\]: expected int, got True"),
         (
@@ -459,7 +459,7 @@ def test_links_and_other_things_that_are_no_files_are_refused(tmp_path: Path) ->
             verify(tmp_path / "a", read_manifest(tmp_path / "a"))
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(em.CheckpointError, match=f"{name} is no regular file"):
+        with pytest.raises(em.CheckpointError, match=f"{name} is not a regular file"):
             verify(tmp_path / "a", read_manifest(tmp_path / "a"))
         path.unlink()
         with pytest.raises(em.CheckpointError, match=f"{name} cannot be read"):
@@ -739,7 +739,7 @@ def test_a_directory_stands_for_the_latest_checkpoint_in_it(
         (["reshard", "HERE/nowhere", "HERE/out"], "nowhere is not a checkpoint and holds none"),
         (["reshard", "HERE/run", "HERE/empty"], "empty exists"),
         (["reshard", "HERE/run", "HERE/file/out"], "out cannot be made: "),
-        (["reshard", "HERE/run", "HERE/out.partial"], "out.partial: what ends in .partial is no whole checkpoint"),
+        (["reshard", "HERE/run", "HERE/out.partial"], "out.partial: names that end in .partial"),
         (["reshard", "HERE/run", "HERE/out", "--files", "0"], "--files 0: expected at least 1"),
         (["ls", "HERE/file"], "file is not a directory"),
     ],

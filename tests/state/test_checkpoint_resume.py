@@ -211,23 +211,23 @@ NAN, INF = {"$float": "nan"}, {"$float": "inf"}
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (of_group("params", []), r"param_groups\[0\]\['params'\]: parameters are no option"),
+        (of_group("params", []), r"param_groups\[0\]\['params'\]"),
         (lambda f: f["param_groups"][0]["options"].pop("lr"), r"param_groups\[0\]\['lr'\] is missing"),
-        (of_group("lr", NAN), r"param_groups\[0\]\['lr'\] is 'nan', expected a finite number, as 0.01: use another"),
+        (of_group("lr", NAN), r"param_groups\[0\]\['lr'\] is 'nan', expected a finite number, .* 0.01"),
         (of_group("lr", INF), r"param_groups\[0\]\['lr'\] is 'inf', expected a finite number"),
         (of_group("lr", "abc"), r"param_groups\[0\]\['lr'\] is 'abc', expected a finite number"),
         (of_group("lr", True), r"param_groups\[0\]\['lr'\] is 'True', expected a finite number"),
         (of_group("lr", 10**400), r"param_groups\[0\]\['lr'\] is '1000.*', expected a finite number"),
         (of_group("initial_lr", None), r"param_groups\[0\]\['initial_lr'\] is 'None', expected a finite number"),
-        (of_group("betas", [0.9]), r"param_groups\[0\]\['betas'\] is '\[0.9\]', expected 2 values as \(0.9, 0.999\)"),
+        (of_group("betas", [0.9]), r"param_groups\[0\]\['betas'\] is '\[0.9\]', expected 2 values, .*\(0.9, 0.999\)"),
         (of_group("betas", [0.9, NAN]), r"param_groups\[0\]\['betas'\] is '\[0.9, nan\]', expected 2 values"),
         (of_group("maximize", 3), r"param_groups\[0\]\['maximize'\] is '3', expected True or False"),
         (of_piece("updates", -1), r"parameter 'first.weight': 'updates' is -1, expected a number of updates, from 0"),
         (of_piece("updates", 1e30), "'updates' is 1e.30, expected a number of updates"),
         (of_piece("updates", 10**30), "'updates' is 10{30}, expected a number of updates"),
         (of_piece("updates", "abc"), "'updates' is abc, expected a number of updates"),
-        (lambda f: f.update(loss_scale={"scale": NAN, "growth_interval": 1, "clean_steps": 0}), "is no loss scale"),
-        (lambda f: f.update(loss_scale={"scale": 1.0, "growth_interval": 0, "clean_steps": 0}), "is no loss scale"),
+        (lambda f: f.update(loss_scale={"scale": NAN, "growth_interval": 1, "clean_steps": 0}), "'scale': nan"),
+        (lambda f: f.update(loss_scale={"scale": 1.0, "growth_interval": 0, "clean_steps": 0}), "'growth_interval': 0"),
     ],
 )
 def test_an_option_that_cannot_be_right_is_named_before_anything_changes(
@@ -241,7 +241,7 @@ def test_an_option_that_cannot_be_right_is_named_before_anything_changes(
     [
         (of_piece("step", -1), "'step' is -1, expected a number of updates, from 0 to 4294967295"),
         (of_piece("step", NAN), "'step' is nan, expected a number of updates"),
-        (of_piece("step", {"$tensor": ["F32", [], "AAAAAAA"]}), r"'step': .* is no value of a checkpoint"),
+        (of_piece("step", {"$tensor": ["F32", [], "AAAAAAA"]}), r"'step': .*AAAAAAA"),
     ],
 )
 def test_what_any_optimizer_keeps_is_checked_before_anything_changes(
@@ -420,7 +420,7 @@ def test_plain_models_and_strangers_optimizers_are_refused(tmp_path: Path, opene
     model, optimizer = opened(Net())
     with pytest.raises(em.UsageError, match=r"went through em\.wrap"):
         save(tmp_path / "a", Net(), optimizer)
-    with pytest.raises(em.UsageError, match="another model's"):
+    with pytest.raises(em.UsageError, match="another model"):
         save(tmp_path / "a", model, opened(Net())[1])
     with pytest.raises(em.ConfigError, match="keep=0"):
         save(tmp_path / "a", model, optimizer, keep=0)

@@ -101,7 +101,7 @@ def test_a_foreign_folder_in_the_way_is_named_and_stays(tmp_path: Path) -> None:
         with pytest.raises(em.CheckpointError, match=rf"\.{name}\.partial exists and was not made by elixir_moe"):
             Draft(tmp_path / name)
     assert latest(tmp_path) is None and not remove_abandoned(tmp_path) and untouched(half)
-    with pytest.raises(em.CheckpointError, match=r"\.a\.partial is not removed: its manifest.json is none of an"):
+    with pytest.raises(em.CheckpointError, match=r"\.a\.partial is not removed: its manifest.json"):
         remove(half)
     assert untouched(half) and names_in(tmp_path) == [".a.partial", ".b.partial", ".c.partial"]
 

@@ -92,12 +92,12 @@ def test_what_a_broken_save_has_left_is_named(tmp_path: Path) -> None:
     partial.mkdir()
     (tmp_path / "empty").mkdir()
     said = {
-        tmp_path / "step-1": rf"step-1: no such checkpoint: its save has not ended, .* left {partial}",
-        partial: r"\.step-1\.partial is what a save has left that did not end",
-        tmp_path / "empty": f"empty/{MANIFEST} cannot be read: there is none",
+        tmp_path / "step-1": rf"step-1: no such checkpoint: .*{partial}",
+        partial: r"\.step-1\.partial ",
+        tmp_path / "empty": f"empty/{MANIFEST} does not exist",
         tmp_path / "none": "none: no such checkpoint$",
-        tmp_path / "run": rf"run holds checkpoints and is none itself: load em\.latest\('{tmp_path}/run'\)",
-        tmp_path / "training": rf"training holds .*: load em\.latest\('{tmp_path}/training/checkpoints'\)",
+        tmp_path / "run": rf"run .*em\.latest\('{tmp_path}/run'\)",
+        tmp_path / "training": rf"training .*em\.latest\('{tmp_path}/training/checkpoints'\)",
     }
     em.save(tmp_path / "run" / "step-1", model, optimizer)
     em.save(tmp_path / "training" / "checkpoints" / "step-1", model, optimizer)

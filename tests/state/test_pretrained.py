@@ -225,9 +225,7 @@ def test_tensors_that_the_model_has_not_are_said(tmp_path: Path) -> None:
     hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA.to_dict() | {"attention_bias": True})).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(LLAMA)
-    with pytest.warns(
-        UserWarning, match=r"has 8 tensors that the model has not, as '\S+_proj\.bias': they are not read"
-    ):
+    with pytest.warns(UserWarning, match=r" 8 tensors .*'\S+_proj\.bias'"):
         wrap(model, weights=tmp_path)[1].close()
 
 
@@ -252,7 +250,7 @@ def test_ties_that_a_model_does_not_declare_are_no_folder(tmp_path: Path) -> Non
 
 def test_a_buffer_that_no_file_holds_is_named(tmp_path: Path, ranks: Ranks) -> None:
     for message in ranks(2).run(buffer_saved, torch.complex128, tmp_path):
-        assert message == "[rank 0] 'table' is of torch.complex128, which files of safetensors do not hold"
+        assert message.startswith("[rank 0] 'table' is of torch.complex128")
     assert not list(tmp_path.iterdir())
 
 

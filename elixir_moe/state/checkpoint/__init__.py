@@ -3,7 +3,7 @@
 shard_ranges  which elements of a parameter a rank holds; pure
 values        plain Python values as JSON and back; no pickle
 manifest      the description of a checkpoint, and its validation
-frozen        frozen parameters that are named by a hash and not held
+frozen        frozen parameters that are identified by a hash and not saved
 held          the elements a rank holds, by logical parameter
 rng           random states of each rank
 hashing       the hash of a file

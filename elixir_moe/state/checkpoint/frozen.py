@@ -1,8 +1,8 @@
-"""Frozen parameters that a checkpoint names and does not hold.
+"""Frozen parameters that a checkpoint identifies by a hash but does not hold.
 
-Owns their hash, which is the same under every layout: a sum modulo 2^64 over the elements of the logical parameter, of
-each element's bits times an odd number that its place gives. Every rank sums over the elements that it holds, and the
-sums of all ranks are added. The hash tells other weights from the same ones; it is no protection against forgery.
+Owns this hash, which is independent of the layout: over the elements of the logical parameter, it sums each element's
+bits times an odd number derived from its position, modulo 2^64. Every rank sums over the elements that it holds, and
+the sums of all ranks are added. The hash tells different weights apart; it does not protect against forgery.
 
 Each frozen shard is read once. A chunk keeps the sums of this rank until one of its parameters is written.
 """
@@ -23,14 +23,14 @@ from elixir_moe.state.safetensors_format import name_of
 from elixir_moe.state.wrapped import Wrapped
 
 _RUN_NUMEL = 1 << 16
-"""Elements hashed at once: what is computed of them fits in a core's cache."""
+"""Elements hashed at once; the intermediate results fit in a core's cache."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (-7046029254386353131, -4658895280553007687)
 """Odd, with about as many ones as zeros: 2^64 over the golden ratio, and a factor of splitmix64."""
 
 
 def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[str, FrozenRecord]:
-    """{first name: shape, dtype and hash} of the frozen parameters, the same on all ranks. Collective."""
+    """Returns {first name: shape, dtype and hash} of the frozen parameters, equal on all ranks. Collective."""
     holdings = [held for held in held_pieces(wrapped) if not held.chunk.spec.key.trainable]
 
     def sums_here() -> dict[str, int]:
@@ -58,7 +58,7 @@ def _sum_here(held: HeldPiece) -> int:
 
 
 def _sum(held: HeldPiece, grid: tuple[int, ...]) -> int:
-    """The sum over elements that no other rank sums over."""
+    """Returns the part of the hash for these elements, which no other rank adds."""
     total = 0
     for start in range(held.here.start, held.here.stop, _RUN_NUMEL):
         run = held.cut(start, start + _RUN_NUMEL)
@@ -70,7 +70,7 @@ def _sum(held: HeldPiece, grid: tuple[int, ...]) -> int:
 
 
 def _places(span: Span, grid: tuple[int, ...], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element in the run, places in the parameter in row-major order) of the boxes that make up the run."""
+    """Yields (first element in the run, row-major positions in the parameter) for each box of the run."""
     strides = [math.prod(grid[dim + 1 :]) for dim in range(len(grid))]
     for first, offset, shape in rectangles(span):
         places = torch.zeros(1, dtype=torch.int64, device=device)
@@ -81,7 +81,7 @@ def _places(span: Span, grid: tuple[int, ...], device: torch.device) -> Iterator
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """Makes each place an odd number that is spread over all 64 bits, in place. Products wrap around."""
+    """Turns each position into an odd number spread over all 64 bits, in place. Products wrap around."""
     for factor in _FACTORS:
         places *= factor
         places ^= places >> 32

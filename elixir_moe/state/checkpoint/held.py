@@ -1,6 +1,6 @@
 """The elements of each logical parameter that a rank holds.
 
-Owns the mapping from a wrapped model to `HeldPiece`: the place in its logical parameter of each piece on this rank.
+Owns the mapping from a wrapped model to `HeldPiece`: the position in its logical parameter of each piece on this rank.
 Saving and loading use it in opposite directions.
 """
 
@@ -28,7 +28,7 @@ from elixir_moe.torch_private import sparse_parts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldPiece:
-    """A piece of this rank, or a part of one, and its place in the logical parameter."""
+    """A piece on this rank, or a part of one, and its position in the logical parameter."""
 
     name: str
     chunk: Chunk
@@ -49,11 +49,11 @@ class HeldPiece:
 
     @property
     def values(self) -> Elements:
-        """The elements at home, flat: fp32 masters of trainable parameters, else weights in the compute dtype."""
+        """The flat elements in the shard: fp32 masters of trainable parameters, else weights in the compute dtype."""
         return self.chunk.shard.weights()[self.here]
 
     def cut(self, start: int, stop: int) -> "HeldPiece":
-        """The part that lies in elements `start` .. `stop` of the chunk's shard."""
+        """Returns the part inside elements `start` .. `stop` of the chunk's shard."""
         low, high = max(self.here.start, start), min(self.here.stop, stop)
         moved = low - self.here.start
         span = replace(self.span, start=self.span.start + moved, stop=self.span.start + moved + max(0, high - low))
@@ -61,7 +61,7 @@ class HeldPiece:
 
 
 def held_pieces(wrapped: Wrapped) -> Iterator[HeldPiece]:
-    """The pieces of all parameters on this rank, empty ones included."""
+    """Yields the pieces of all parameters on this rank, including empty ones."""
     for chunk in wrapped.scheduler.chunks:
         for index, parameter in enumerate(chunk.parameters):
             yield _held(wrapped.spec.names[parameter][0], chunk, index)
@@ -86,7 +86,7 @@ def _held(name: str, chunk: Chunk, index: int) -> HeldPiece:
 
 
 def share_of(chunk: Chunk) -> tuple[int, int]:
-    """(start, stop) of the elements of its shard that this rank writes: all, or an equal part of a replicated chunk."""
+    """Returns (start, stop) of the shard's elements that this rank writes: all, or its part of a replicated chunk."""
     ranks, numel = chunk.spec.key.ranks, chunk.spec.shard_numel
     if chunk.spec.shards > 1:
         return 0, numel
@@ -95,16 +95,16 @@ def share_of(chunk: Chunk) -> tuple[int, int]:
 
 
 def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
-    """The record that `wrap` left on the model.
+    """Returns the record that `wrap` left on the model.
 
     Raises:
         UsageError: the model is not wrapped, was wrapped with another optimizer, is closed, or has changed since.
     """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):
-        raise UsageError("checkpoints are of a model and an optimizer that went through em.wrap")
+        raise UsageError("a checkpoint needs a model and an optimizer that went through em.wrap")
     if optimizer is not wrapped.optimizer:
-        raise UsageError("the optimizer is another model's: pass both as em.wrap returned them")
+        raise UsageError("the optimizer belongs to another model: pass both as em.wrap returned them")
     wrapped.phase.check(OPEN, "")
     check_as_wrapped(model, wrapped)
     return wrapped
@@ -119,7 +119,7 @@ def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """{first name: buffer} of the buffers that torch saves; a sparse one as its parts, such as ``name[values]``."""
+    """Returns {first name: buffer} of the buffers that torch saves; a sparse one in parts, such as ``name[values]``."""
     return {
         f"{names[0]}{part}": tensor
         for buffer, names in persistent_buffers(model).items()
@@ -128,7 +128,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _parts(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a buffer consists of: itself, or the parts of a sparse one, in its own memory."""
+    """Yields the tensors of a buffer: itself, or views of the parts of a sparse one."""
     if buffer.layout is torch.strided:
         yield "", buffer
     elif buffer.layout is torch.sparse_coo:
@@ -143,7 +143,7 @@ def _parts(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def extra_states_of(model: nn.Module) -> dict[str, Any]:
-    """{key: encoded} of the extra state of each module. Raises CheckpointError for a value that has no encoding."""
+    """Returns {key: encoded extra state} of each module. Raises CheckpointError for a value that has no encoding."""
     states = {key: module.get_extra_state() for key, module in modules_with_extra_state(model).items()}
     return {
         key: encode(state, f"the extra state {key!r}") for key, state in states.items()

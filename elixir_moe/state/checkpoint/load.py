@@ -1,7 +1,7 @@
-"""From files to shards: any checkpoint into any layout.
+"""Loads any checkpoint into any layout, from files to shards.
 
-Owns the checks before anything changes, and the copy of each element to its present place. First, every file is hashed;
-then every parameter, shape and tensor is looked up, on all ranks. The first shard is written only when all agree.
+Owns the checks before anything changes, and the copy of each element to its new place. First, every file is hashed;
+then every parameter, shape and tensor is looked up, on all ranks. No shard is written before all ranks agree.
 """
 
 import math
@@ -47,9 +47,9 @@ _MOST_NAMED = 8
 _MOST_TEXT = 100
 """Most characters of a saved value in an error message."""
 _MOST_STEPS = 2**32
-"""More than a training has; ranks compare their numbers of steps in as many bits (`optim.agreement`)."""
+"""More steps than any training has; ranks compare step counts in this many bits (`optim.agreement`)."""
 _RATES = ("lr", "initial_lr")
-"""Options that are numbers, whether or not the optimizer has them now: a scheduler adds one."""
+"""Options that must be numbers even if the optimizer lacks them now: a scheduler adds one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class _Move:
     updates: int | None
     """How often the parameter has been updated; None if its optimizer state stays as it is."""
     values: dict[str, Any]
-    """What the optimizer keeps for the whole piece, by its names."""
+    """{name: value} that the optimizer keeps for the whole piece."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +102,9 @@ def load(
     Raises:
         CheckpointError: on all ranks, with nothing changed: a file is damaged, missing, a link or of another version; a
             parameter or buffer is missing, unknown, or has another shape; another optimizer was saved, or its state in
-            another precision; an option of a param_group is not of the kind of the present one, or a number of updates
-            is not one; or it was saved with ``frozen=False``, and the frozen weights of the model are not those of the
-            save.
+            another precision; an option of a param_group has a different type than the current one; a number of updates
+            is invalid; or it was saved with ``frozen=False``, and the frozen weights of the model differ from those of
+            the save.
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
@@ -144,7 +144,7 @@ def load(
 
 
 def _my_share(manifest: Manifest) -> list[str]:
-    """The files that this rank hashes. Each file belongs to one rank; all ranks have about equally many bytes."""
+    """The files that this rank hashes. Each file belongs to one rank, and ranks have about equally many bytes."""
     ranks = dist.get_world_size()
     loads, mine = [0] * ranks, []
     for name, record in sorted(manifest.files.items(), key=lambda item: -item[1].nbytes):
@@ -238,7 +238,7 @@ def _differences(
 
 
 def _extra_states(manifest: Manifest, rank: int) -> dict[str, Any]:
-    """{key: extra state of a module, encoded} for that rank; a rank that the save had not gets those of rank 0."""
+    """Returns {key: encoded extra state of a module} for that rank; a rank that the save lacks gets rank 0's."""
     found = manifest.extra_states
     return {**found[0], **(found[rank] if rank < len(found) else {})} if found else {}
 
@@ -254,7 +254,7 @@ def _other_extra_states(manifest: Manifest, model: nn.Module) -> Iterator[str]:
 
 
 def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, HeldPiece]) -> Iterator[str]:
-    """What is wrong with the model's parameters that the checkpoint does not hold."""
+    """Yields the problems of the model's parameters that the checkpoint does not hold."""
     for name, saved in left_out.items():
         held = own.get(name)
         if held is None:
@@ -271,7 +271,7 @@ def _unfit(left_out: Mapping[str, FrozenRecord], own: dict[str, HeldPiece]) -> I
 
 
 def _check_base(base: Base, found: Mapping[str, FrozenRecord], directory: Path) -> None:
-    """Raises CheckpointError unless the frozen weights of the model are those of the save."""
+    """Raises CheckpointError unless the model's frozen weights equal those of the save."""
     others = [name for name, saved in base.parameters.items() if found[name].digest != saved.digest]
     if others:
         name = others[0]
@@ -294,8 +294,8 @@ def _unlike(what: str, saved: ParameterRecord | Buffer, shape: tuple[int, ...], 
 def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> None:
     if manifest.optimizer != wrapped.kept.kind:
         raise CheckpointError(
-            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {wrapped.kept.kind!r}: "
-            f"what one keeps means nothing to the other"
+            f"{directory} was saved with the optimizer {manifest.optimizer[:200]!r}, this is {wrapped.kept.kind!r}, "
+            f"whose state is different: build the optimizer as it was"
         )
     groups = [{wrapped.spec.names[p][0] for p in group["params"]} for group in wrapped.optimizer.param_groups]
     saved = [set(group.params) for group in manifest.param_groups]
@@ -310,20 +310,20 @@ def _check_optimizer(manifest: Manifest, wrapped: Wrapped, directory: Path) -> N
 
 
 def _check_codings(present: list[HeldPiece], manifest: Manifest, directory: Path) -> None:
-    """Raises CheckpointError if moments of 8 bits were saved under another coding than this release's."""
+    """Raises CheckpointError if 8-bit moments were saved in another coding than this release's."""
     for held in present:
         for piece in manifest.parameters[held.name].pieces:
             coding = piece.scalars.get(CODES, CODING)
             if coding != CODING:
                 raise CheckpointError(
                     f"{directory}: the moments of parameter {held.name!r} were saved with moments='int8' in another "
-                    f"coding of 8 bits: expected number {CODING}, found {coding}: load it with the release that saved "
-                    f"it, and begin a new run from weights that it saves with em.save_pretrained"
+                    f"8-bit coding: expected number {CODING}, found {coding}: load it with the release that saved it, "
+                    f"and begin a new run from weights that it saves with em.save_pretrained"
                 )
 
 
 def _check_precisions(present: list[HeldPiece], manifest: Manifest, state: OptimizerState, directory: Path) -> None:
-    """Raises CheckpointError if Adam's state of a parameter is of another precision than in the save."""
+    """Raises CheckpointError if Adam's state of a parameter has another precision than in the save."""
     for held in present:
         entry, key = manifest.parameters[held.name], held.chunk.spec.key
         if not (key.trainable and entry.trainable and state.keeps_always_the_same and entry.pieces):
@@ -338,7 +338,7 @@ def _check_precisions(present: list[HeldPiece], manifest: Manifest, state: Optim
 
 
 def _precision_of(piece: SavedPiece) -> tuple[str, str]:
-    """(master, moments) of Adam's state in a save, in the plan's words."""
+    """Returns (master, moments) of Adam's state in a save, by the plan's names."""
     names = {"F32": "fp32", "BF16": "bf16"}
     master, moments = (str(piece.state.get(name)) for name in (WEIGHT, "exp_avg"))
     return names.get(master, master), "int8" if CODES in piece.scalars else names.get(moments, moments)
@@ -361,8 +361,7 @@ def _move(held: HeldPiece, entry: ParameterRecord, files: Files, directory: Path
 
 
 def _in_one_grid(held: HeldPiece, entry: ParameterRecord, piece: SavedPiece) -> tuple[Span, Span]:
-    """The runs of elements of `held` and `piece`. An uncut parameter's run is the same in whatever grid the other's
-    slices are cut."""
+    """Returns the spans of `held` and `piece` in one grid; the span of an uncut parameter is the same in any grid."""
     if held.grid == entry.grid:
         return held.span, piece.span
     if piece.span.shape == entry.grid:
@@ -371,7 +370,7 @@ def _in_one_grid(held: HeldPiece, entry: ParameterRecord, piece: SavedPiece) -> 
 
 
 def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, state: OptimizerState) -> None:
-    """Raises CheckpointError unless all pieces have the same optimizer state, so that one state can serve them."""
+    """Raises CheckpointError unless the pieces agree in the optimizer's values, so that one set can serve them."""
     first = pieces[0]
     for piece in pieces:
         if piece.state != first.state or piece.scalars != first.scalars:
@@ -389,7 +388,7 @@ def _check_state(held: HeldPiece, pieces: list[SavedPiece], directory: Path, sta
 
 
 def _read_scalars(piece: SavedPiece, where: str) -> tuple[int, dict[str, Any]]:
-    """The number of updates of a piece, and what the optimizer keeps for all of it. Raises CheckpointError."""
+    """Returns the number of updates of a piece, and the optimizer's values for all of it. Raises CheckpointError."""
     values = {name: decode(value, f"{where}: {name!r}") for name, value in piece.scalars.items()}
     for name in (UPDATES, "step"):
         if name not in values:
@@ -405,12 +404,12 @@ def _read_scalars(piece: SavedPiece, where: str) -> tuple[int, dict[str, Any]]:
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The saved options of a param_group, but for the names of its parameters.
+    """Returns the saved options of a param_group, without the names of its parameters.
 
-    Raises CheckpointError for one that is not of the present one's kind, and names `where` and the option.
+    Raises CheckpointError, with `where` and the option's name, if its type differs from that of the current value.
     """
     if "params" in saved:
-        raise CheckpointError(f"{where}['params']: parameters are no option; use another checkpoint")
+        raise CheckpointError(f"{where}['params']: parameters are not an option; use another checkpoint")
     if "lr" in group and "lr" not in saved:
         raise CheckpointError(f"{where}['lr'] is missing; use another checkpoint")
     options = {name: decode(value, f"{where}[{name!r}]") for name, value in saved.items() if name != "param_names"}
@@ -419,31 +418,31 @@ def _options(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> 
         if (expected := _other_kind(value, present)) is not None:
             raise CheckpointError(
                 f"{where}[{name!r}] is {str(value)[:_MOST_TEXT]!r}, expected {expected}: use another checkpoint, or "
-                f"set the option to one of the kind of the save before em.load"
+                f"set the option to a value of the saved type before em.load"
             )
     return options
 
 
 def _other_kind(saved: Any, present: Any) -> str | None:
-    """What is expected in the place of a saved option, if that is not of the kind of the present one."""
+    """What is expected instead of a saved option, if its type differs from that of the present one; else None."""
     number = _number(present)
     if isinstance(present, (list, tuple)):
         fits = isinstance(saved, (list, tuple)) and len(saved) == len(present)
         if not fits or any(_other_kind(*both) is not None for both in zip(saved, present, strict=True)):
-            return f"{len(present)} values as {present}"
+            return f"{len(present)} values, as in {present}"
     elif number is not None:
         found = _number(saved)
         if found is None or math.isfinite(number) > math.isfinite(found):
-            return f"a finite number, as {present}"
+            return f"a finite number, such as {present}"
     elif isinstance(present, bool) and not isinstance(saved, (bool, NoneType)):
         return "True or False"
     elif isinstance(present, str) and not isinstance(saved, str):
-        return f"a text, as {present!r}"
+        return f"a string, such as {present!r}"
     return None
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a tensor of one, as a float; None for anything else, True and False among it."""
+    """Converts a number, or a tensor of one number, to a float; None for anything else, including True and False."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -460,7 +459,7 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
     for name, least in (("scale", math.ulp(0.0)), ("growth_interval", 1), ("clean_steps", 0)):
         number = numbers.get(name)
         if number is None or not least <= number < math.inf:
-            raise CheckpointError(f"{where}: {str(fields)[:_MOST_TEXT]} is no loss scale")
+            raise CheckpointError(f"{where}: {str(fields)[:_MOST_TEXT]} is not a loss scale; use another checkpoint")
     return LossScale(**fields)
 
 

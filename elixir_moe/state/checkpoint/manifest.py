@@ -2,8 +2,8 @@
 
 Owns the manifest: all parameters, the file of each run of their elements, and the hash of each file. It is JSON whose
 first line is the hash of the rest, so that no bit can change unnoticed. Parsing trusts nothing: file names stay inside
-the directory, each element of each parameter is present exactly once, and fields of the wrong type, duplicate or
-unknown ones are refused.
+the directory, each element of each parameter is present exactly once, and fields that have a wrong type, are unknown
+or occur twice are refused.
 """
 
 import json
@@ -22,12 +22,12 @@ from elixir_moe.state.safetensors_format import DTYPES
 FORMAT = "elixir-moe checkpoint"
 VERSION = 5
 READ = (3, 4, VERSION)
-"""Versions that can be read: 3 has neither `base` nor `extra_states`, 4 has no `extra_states`; both have `keys` alone,
-without the names of their tensors."""
+"""Versions that can be read. 3 has neither `base` nor `extra_states`, 4 has no `extra_states`; the `keys` of both are a
+list, without the names of their tensors."""
 WEIGHT = "weight"
-"""Name of the parameter itself in a piece's state; all other names are those of the optimizer."""
+"""Name of the parameter itself in a piece's state; all other names are the optimizer's."""
 _SINCE = {"base": 4, "extra_states": 5}
-"""Fields that not all versions have, and the first that has them."""
+"""Fields that not all versions have, and the first version that has them."""
 _Sizes = tuple[Size, ...]
 _Dtype = Annotated[str, Check("a dtype of safetensors", DTYPES.__contains__)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
@@ -116,7 +116,7 @@ class Base:
     source: str
     """The folder of their weights, or a model's name; may be empty."""
     parameters: Mapping[str, FrozenRecord]
-    """By first name."""
+    """{first name: its record}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +143,10 @@ class Manifest:
     loss_scale: Any
     """Encoded; None without loss scaling (fp16)."""
     keys: Mapping[str, str | None]
-    """{key in the plain model's state dict: first name of its parameter or buffer}, in order; None for what the model
-    computes, and for extra state."""
+    """{key in the plain model's state dict: first name of its parameter or buffer}, in order; None for values that the
+    model computes, and for extra state."""
     parameters: Mapping[str, ParameterRecord]
-    """By first name."""
+    """{first name: its record}."""
     buffers: Mapping[str, Buffer]
     files: Mapping[_Name, FileRecord]
     rng: tuple[Mapping[str, Any], ...]
@@ -154,7 +154,7 @@ class Manifest:
     extra: Any
     """The user's `extra`, encoded."""
     extra_states: tuple[Mapping[str, Any], ...] = ()
-    """{key: extra state of a module, encoded} by rank: all of rank 0, and of another rank those that differ."""
+    """{key: encoded extra state of a module} by rank: all for rank 0, those that differ for other ranks."""
     base: Base | None = None
     """None if the checkpoint holds all parameters."""
 
@@ -170,14 +170,14 @@ class Manifest:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file."""
+    """Returns the bytes of the manifest's file."""
     whole = {"format": FORMAT, "version": VERSION, **_fields_of(manifest)}
     text = json.dumps(whole, allow_nan=False, separators=(",", ":"), default=_fields_of).removeprefix("{") + "\n"
     return _first_line(text.encode()) + text.encode()
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """The inverse of `dump`. Raises CheckpointError, which names `where`, for anything but a valid manifest."""
+    """Parses the bytes of `dump`. Raises CheckpointError, which names `where`, for anything but a valid manifest."""
     first, newline, rest = data.partition(b"\n")
     if first + newline != _first_line(rest):
         raise CheckpointError(f"{where} is damaged: its first line is not the hash of the rest; use another checkpoint")
@@ -187,7 +187,7 @@ def parse(data: bytes, where: str) -> Manifest:
     except RecursionError as error:
         raise CheckpointError(f"{where}: nested too deep for a manifest") from error
     except ValueError as error:
-        raise CheckpointError(f"{where} is no manifest: {error}") from error
+        raise CheckpointError(f"{where} is not a manifest: {error}") from error
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
@@ -231,13 +231,13 @@ def _manifest(fields: dict[str, Any], where: str) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FormerKeys:
-    """What versions before 5 have in the place of `Manifest.keys`."""
+    """The form of `Manifest.keys` before version 5."""
 
     keys: tuple[str, ...]
 
 
 def _flaws(manifest: Manifest) -> Iterator[str]:
-    """What is wrong among fields that are right by themselves."""
+    """Yields the contradictions between fields that are valid by themselves."""
     if len(manifest.rng) != manifest.world:
         yield f"{len(manifest.rng)} states of random generators for {manifest.world} ranks"
     for name, entry in manifest.parameters.items():
@@ -261,7 +261,7 @@ def _flaws(manifest: Manifest) -> Iterator[str]:
 
 
 def _files_too_small(manifest: Manifest) -> Iterator[str]:
-    """Names files that cannot hold their tensors; so no shape is larger than the files, whose size is compared."""
+    """Yields files too small for their tensors, so that no shape is larger than a file, whose size is checked."""
     held = dict.fromkeys(manifest.files, 0)
     for entry in manifest.parameters.values():
         for piece in entry.pieces:
@@ -272,7 +272,7 @@ def _files_too_small(manifest: Manifest) -> Iterator[str]:
             held[file] += math.prod(buffer.shape) * DTYPES[buffer.dtype].itemsize
     for file, nbytes in held.items():
         if nbytes > manifest.files[file].nbytes:
-            yield f"files {file!r} has {manifest.files[file].nbytes:,} bytes, and {nbytes:,} of tensors are to be in it"
+            yield f"files {file!r} has {manifest.files[file].nbytes:,} bytes, too few for {nbytes:,} of tensors"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -283,4 +283,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")

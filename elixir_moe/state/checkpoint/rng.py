@@ -12,7 +12,7 @@ from elixir_moe.state.checkpoint.values import decode, encode
 
 
 def random_states() -> Any:
-    """The states of this rank's random generators (torch on CPU and GPU, Python, numpy), encoded."""
+    """Returns the encoded states of this rank's random generators: torch on CPU and GPU, Python, numpy."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -24,7 +24,7 @@ def random_states() -> Any:
 
 
 def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
-    """The inverse of `random_states`. Tries the states on fresh generators; those of this process do not change.
+    """Decodes `random_states`. Tests the states on new generators; those of this process do not change.
 
     Raises:
         CheckpointError: a state is invalid.
@@ -37,7 +37,7 @@ def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
         if "cuda" in states and torch.cuda.is_available():
             torch.Generator("cuda").set_state(states["cuda"])
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{where}: no states of random generators: {error}") from error
+        raise CheckpointError(f"{where}: invalid states of random generators: {error}") from error
     return states
 
 
@@ -51,7 +51,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def seed_new_rank(rank: int, text: str) -> None:
-    """Seeds the generators of a rank without states in the checkpoint, from its number and a text all ranks share."""
+    """Seeds the generators of a rank that has no states in the checkpoint, from its number and a common string."""
     seed = int(digest_of(f"{text} {rank}".encode())[:15], 16)
     torch.manual_seed(seed)
     random.seed(seed)

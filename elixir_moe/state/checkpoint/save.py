@@ -1,4 +1,4 @@
-"""From shards to files: every rank writes the elements it holds, under the names and places of the logical parameters.
+"""Saves a checkpoint: every rank writes the elements it holds, by name and position in the logical parameters.
 
 Owns the contents of a save, their division among ranks, and the steps of a save, synchronous or in the background.
 
@@ -10,10 +10,10 @@ Why a thread: a background save copies, writes and hashes without the GIL. A sep
 shared memory, and could outlive the training. The thread has its own process group, so its collectives are independent
 of the training's.
 
-Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and weights
-that parameters view at home. Anything else changes only by an update, a load, or a user's write that is brought home;
-each of these waits until the thread has copied everything (`Gate.wait_for_reader`). Updates of the last step may
-still run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
+Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and shards
+that parameters view in place. Anything else changes only by an update, a load, or a user's write that is stored in the
+shard; each of these waits until the thread has copied everything (`Gate.wait_for_reader`). Updates of the last step
+may still run when `save` is called: the thread waits for them, one shard at a time (`Elements.read`).
 """
 
 import logging
@@ -77,18 +77,18 @@ _LOG = logging.getLogger(__name__)
 UPDATES = "updates"
 """Name of the number of updates in a piece's scalars."""
 CODES = "codes"
-"""Name, in the same place, of the `CODING` of moments that were codes of 8 bits: the file has what they stand for."""
+"""Name, in the scalars too, of the `CODING` of 8-bit moments; the file has the decoded values."""
 CODING = 2
-"""The coding of moments in 8 bits (csrc/narrow.hpp). Its values fit the codes of no other."""
+"""The 8-bit coding of moments (csrc/narrow.hpp); values decoded from one coding do not fit another."""
 _THEIRS = "optimizer."
-"""What the name of an optimizer's value gets in front if it is one of the three above."""
+"""Prefix for a name of the optimizer's that equals `WEIGHT`, `UPDATES` or `CODES`."""
 
 
 class Saving:
     """A save in progress, with the methods of a `concurrent.futures.Future`: `done`, `result`, `exception`.
 
-    A failure is one of all ranks. Training and later saves can continue after it; the next `save`, `load` or
-    ``optimizer.close()`` raises it if nobody has asked for it before.
+    All ranks fail together. Training and later saves can continue after a failure; the next `save`, `load` or
+    ``optimizer.close()`` raises it if nothing has retrieved it before.
     """
 
     def __init__(
@@ -157,15 +157,15 @@ class Saving:
 
 
 _UNASKED: set[Saving] = set()
-"""Asynchronous saves that have not ended, or have failed, and whose result nobody has asked for."""
+"""Asynchronous saves that are running or have failed, and whose result nothing has retrieved."""
 
 
 @cache
 def _finish_at_exit() -> None:
-    """Makes a program that ends wait for its saves, and say which have failed.
+    """Makes a program wait for its saves at exit, and log those that have failed.
 
-    Before that, Python ends all executors: a save that is still running could give them no more work, and would fail.
-    No public name of Python's runs anything earlier.
+    It runs before Python shuts executors down: a save that is still running needs them. No public function of Python
+    registers anything that early.
     """
     threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
 
@@ -196,28 +196,28 @@ def save(
         path: the directory to create; ``~`` is the home directory, as in every path given to the library.
         model: a wrapped model.
         optimizer: the optimizer that `wrap` returned with it.
-        extra: a value for `load` to return, the same on all ranks: None, numbers, texts, bytes, lists, tuples, dicts,
+        extra: a value for `load` to return, equal on all ranks: None, numbers, strings, bytes, lists, tuples, dicts,
             small tensors and arrays. For an LR scheduler, pass its ``state_dict()``.
         keep: afterwards, remove all but the `keep` latest checkpoints in the parent directory of `path`. If one cannot
             be removed, it stays, with a warning.
         asynchronous: copy to host memory (as many bytes as this rank's file) and write in the background. The next
-            update waits until the copy is complete. If the plan has chunks on disk, the copy is no faster than the
-            writes, so that the file need not fit in memory. A program that ends waits for it.
-        frozen: write frozen parameters too. False names them by their hash instead, with the folder of ``em.wrap(...,
+            update waits until the copy is complete. If the plan has chunks on disk, the copy takes as long as the
+            writes, so that the file need not fit in memory. A program waits for its saves when it ends.
+        frozen: write frozen parameters too. False stores only their hashes, and the folder of ``em.wrap(...,
             weights=folder)`` if there was one; `load` then needs a model that has them. They are read once, at the
-            first such save. Names of frozen parameters: write these, and name the others by their hash.
+            first such save. A collection of names: write these frozen parameters, and store the hashes of the others.
 
     Returns:
         A `Saving`, complete unless `asynchronous`. The next save waits for it.
 
     Raises:
         CheckpointError: on all ranks: the directory exists, the disk is full, ranks disagree on path or `extra`,
-            `extra` or the extra state of a module has a value of another type, `frozen` names no frozen parameter,
-            gradients wait for a step, or an earlier asynchronous save failed and its error was not raised yet.
+            `extra` or the extra state of a module has a value of another type, `frozen` has a name that is not a frozen
+            parameter's, gradients wait for a step, or an earlier asynchronous save failed and nothing has raised it.
         ConfigError: `keep` is not a whole number of at least 1.
-        OutOfStepError: some ranks have taken other steps than others, as after an interrupt; on all ranks.
-        UsageError: model or optimizer are not wrapped, parameters or buffers have changed since `wrap`, or ranks have
-            made the last step with different options.
+        OutOfStepError: ranks have taken different steps, as after an interrupt; on all ranks.
+        UsageError: model or optimizer are not wrapped, parameters or buffers have changed since `wrap`, or ranks
+            took the last step with different options.
     """
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
@@ -264,7 +264,7 @@ def save(
         return Saving(target, wrapped)
     copied = threading.Event()
 
-    def write_beside() -> None:
+    def write_in_background() -> None:
         try:
             with _abandoning(drafts), stream:
                 write(background, copied.set)
@@ -276,14 +276,14 @@ def save(
         for chunk in wrapped.scheduler.chunks:
             chunk.shard.begin_save(copied)
         executor = ThreadPoolExecutor(1, thread_name_prefix="elixir-save")
-        saving = Saving(target, wrapped, executor.submit(write_beside), copied)
+        saving = Saving(target, wrapped, executor.submit(write_in_background), copied)
         executor.shutdown(wait=False)
         wrapped.kept.pending = saving
     return saving
 
 
 def saved_name(name: str) -> str:
-    """The name in a piece of what the optimizer calls `name`."""
+    """The name in a piece for the optimizer's value `name`."""
     return _THEIRS + name if name in (WEIGHT, UPDATES, CODES) or name.startswith(_THEIRS) else name
 
 
@@ -293,16 +293,16 @@ def optimizer_name(saved: str) -> str:
 
 
 def settle_earlier(wrapped: Wrapped, call: str) -> None:
-    """Waits for an asynchronous save that has not been asked for. Collective.
+    """Waits for an earlier asynchronous save whose result nothing has retrieved. Collective.
 
     Raises:
-        CheckpointError: it has failed; the message says so, and that `call` has done nothing yet.
+        CheckpointError: that save has failed; the message adds that `call` has done nothing yet.
     """
     saving = wrapped.kept.pending
     if isinstance(saving, Saving) and (failure := saving.exception()) is not None:
         raise CheckpointError(
-            f"the earlier save of {saving.path} has failed: {failure}. Nobody asked for it before {call}, which has "
-            f"done nothing yet: call it again"
+            f"the earlier save of {saving.path} has failed: {failure}. Its result was not read before {call}, which "
+            f"has done nothing yet: call it again"
         ) from failure
 
 
@@ -319,7 +319,7 @@ def _abandoning(drafts: list[Draft], also: Callable[[], object] = lambda: None) 
 
 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
-    """A context for the thread to copy from the GPU on a stream of its own, ordered behind all work issued so far."""
+    """A context in which the thread copies from the GPU on its own stream, after all work issued so far."""
     there = (c.shard.storage for c in wrapped.scheduler.chunks if c.shard.tier is Tier.DEVICE)
     device = next((shown.device for shown in there if shown.is_cuda), None)
     if device is None:
@@ -331,7 +331,7 @@ def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
 
 @contextmanager
 def _on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Makes the thread work on `stream` and its GPU: by default a thread uses the first GPU, perhaps another rank's."""
+    """Makes the thread use `stream` and its GPU; by default a thread uses the first GPU, perhaps another rank's."""
     work_on(stream.device)
     with torch.cuda.stream(stream):
         yield
@@ -350,14 +350,14 @@ class _Facts:
     rng: Any
     buffer_forms: dict[str, str]
     frozen: bool | frozenset[str]
-    """Whether the checkpoint is to hold frozen parameters, or which of them."""
+    """Whether the checkpoint holds frozen parameters, or which of them."""
     asynchronous: bool
     place: Place
     """The rank's place in training."""
     stepped: Options
     """The options of the rank's last step."""
     fixed: dict[str, Any]
-    """Fields of the manifest that are the same on all ranks; filled on rank 0 only."""
+    """Fields of the manifest that are equal on all ranks; filled on rank 0 only."""
 
 
 def _facts(
@@ -419,15 +419,15 @@ def _compare(facts: list[_Facts]) -> None:
         (
             "extra, by its hash",
             [found.extra_digest for found in facts],
-            "what differs between ranks belongs into a list of all (torch.distributed.all_gather_object)",
+            "put values that differ between ranks into a list of all (torch.distributed.all_gather_object)",
         ),
         ("frozen", [_in_order(found.frozen) for found in facts], "pass one value"),
         ("asynchronous", [found.asynchronous for found in facts], "pass one value"),
         (
             "the buffers",
             forms,
-            "a checkpoint has one shape of a buffer, so give it one on all ranks, or register it with persistent=False "
-            "and keep it in extra",
+            "a checkpoint stores one shape of a buffer: use one on all ranks, or register it with persistent=False and "
+            "keep it in extra",
         ),
     ):
         if (different := disagreement(what, everyone)) is not None:
@@ -450,7 +450,7 @@ def _base(model: nn.Module, wrapped: Wrapped, written: frozenset[str], process_g
 
 
 class _Contents:
-    """The tensors this rank writes, and their places in the logical parameters."""
+    """The tensors this rank writes, and their positions in the logical parameters."""
 
     def __init__(
         self,
@@ -490,7 +490,7 @@ class _Contents:
             self.image.take(self._may_change)
 
     def _pieces(self, held: HeldPiece, state: OptimizerState) -> Iterator[SavedPiece]:
-        """One piece, or none if this rank has no element to write."""
+        """Yields one piece, or none if this rank has no elements to write."""
         written = held.cut(*share_of(held.chunk))
         if not written.span.numel:
             return
@@ -518,7 +518,7 @@ class _Contents:
         yield piece
 
     def _add_buffer(self, name: str, buffer: torch.Tensor, digests: list[str]) -> None:
-        """Adds a buffer. Of the ranks with equal values, the first writes them."""
+        """Adds a buffer. Among ranks with equal values, the first one writes them."""
         writers = [digests.index(digest) for digest in digests]
         dtype, shape = name_of(buffer.dtype, name), tuple(buffer.shape)
         files = tuple(f"rank-{rank:05d}.safetensors" for rank in writers)

@@ -1,8 +1,8 @@
-"""Which elements of a logical parameter a rank holds, and the overlap of two such ranges.
+"""Ranges of elements of a logical parameter that a rank holds, and the overlap of two such ranges.
 
 Owns `Span`: a run of consecutive elements of one rank's slice. A slice is a box of the logical parameter (given by the
-pattern). A shard cuts the slice without regard to dims, so a run is not a box but a sequence of a few boxes.
-Pure arithmetic.
+pattern). A shard cuts the slice without regard to dims, so a run is not a box but a sequence of a few boxes. Pure
+arithmetic.
 
 Elements 7 .. 31 of a slice of shape (4, 10)::
 
@@ -42,7 +42,7 @@ class Span:
         return self.stop - self.start
 
     def of_uncut(self, shape: tuple[int, ...]) -> "Span":
-        """The same elements, if the box is the whole parameter and that is seen as `shape`."""
+        """Returns the same elements of a box that is the whole parameter, viewed as `shape`."""
         return replace(self, offset=(0,) * len(shape), shape=shape)
 
 
@@ -60,12 +60,12 @@ class Box:
         return self.start + math.prod(self.shape)
 
     def of(self, run: "torch.Tensor") -> "torch.Tensor":
-        """The box, as a view of the (numel,) run."""
+        """Returns the box as a view of the (numel,) run."""
         return run[self.start : self.stop].view(self.shape)[self.window]
 
 
 def overlap(a: Span, b: Span) -> Iterator[tuple[Box, Box]]:
-    """The common elements of two runs, as pairs of equal boxes (place in `a`, place in `b`)."""
+    """Yields the common elements of two runs as pairs of equal boxes: (in `a`, in `b`)."""
     if (a.offset, a.shape) == (b.offset, b.shape):
         low, high = max(a.start, b.start), min(a.stop, b.stop)
         if low < high:
@@ -107,7 +107,7 @@ def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
             i % n == 0 and 0 <= i < whole for i, n, whole in zip(offset, cell, shape, strict=True)
         )
         if not fits:
-            return f"a slice at {offset}, which is no place of a slice of shape {cell}"
+            return f"a slice at {offset}, where no slice of shape {cell} can begin"
         at = 0
         for part in sorted(parts, key=lambda part: part.start):
             if part.start != at or part.stop <= at:
@@ -119,7 +119,7 @@ def flaw(shape: Sequence[int], spans: Iterable[Span]) -> str | None:
 
 
 def rectangles(span: Span) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(first element in the run, offset in the parameter, shape) of the boxes that make up the run, in order."""
+    """Yields (first element in the run, offset in the parameter, shape) of the boxes of the run, in order."""
     for start, offset, shape in _split(span.shape, span.start, span.stop):
         yield start - span.start, tuple(i + j for i, j in zip(offset, span.offset, strict=True)), shape
 

@@ -8,7 +8,7 @@ directory::
                 ...
 
 It is written as ``.step-100.partial`` in the same folder (`marked`), every file and directory is synced to disk, and
-one rename makes it appear. A save removes what dead processes left half written; a reader removes nothing. Removal
+one rename makes it appear. A save first removes partial folders of dead processes; a reader removes nothing. Removal
 works in reverse: one rename makes the checkpoint partial.
 """
 
@@ -36,9 +36,9 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run's directory."""
 _HEAD_BYTES = 512
-"""A manifest has its format and its time of save within this many bytes."""
+"""The format and the time of the save lie within the first bytes of a manifest, this many."""
 _HEAD = re.compile(rb'\{"digest":"[0-9a-f]{64}",\n"format":"' + FORMAT.encode() + rb'",')
-"""The beginning of every manifest, also of one that is damaged further down."""
+"""The beginning of every manifest; a damaged one may still have it."""
 
 
 class Draft:
@@ -56,7 +56,7 @@ class Draft:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            kind = "a link to what is not there" if target.parent.is_symlink() else "no folder"
+            kind = "a broken link" if target.parent.is_symlink() else "not a folder"
             raise CheckpointError(f"{target.parent} is {kind}: save in another one") from error
         remove_abandoned(target.parent)
         self.target, self._folder = target, StagingFolder(partial_of(target))
@@ -76,49 +76,49 @@ class Draft:
         self._folder.move_to(self.target)
 
     def abandon(self) -> None:
-        """Removes the partial directory if it is still there: an interrupt may come right behind the rename."""
+        """Removes the partial directory if it still exists: an interrupt may come right after the rename."""
         self._folder.remove(moved_to=self.target)
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that a user means, with the home directory for ``~``. Raises ConfigError if it is none."""
+    """Returns an absolute path, with the home directory for ``~``. Raises ConfigError if it is not a path."""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
         raise ConfigError(f"{path!r}: expected the path of a checkpoint, a directory")
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def check_target(target: Path) -> None:
-    """Raises CheckpointError if the name is taken, or is that of a partial checkpoint."""
+    """Raises CheckpointError if the name is taken or is that of a partial checkpoint."""
     if target.name.endswith(PARTIAL_SUFFIX):
         raise CheckpointError(
-            f"{target}: what ends in {PARTIAL_SUFFIX} is no whole checkpoint: save under another name"
+            f"{target}: names that end in {PARTIAL_SUFFIX} are for partial checkpoints: save under another name"
         )
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists: save under another name, or remove it first")
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; if interrupted, it is either complete or absent. A damaged one is removed too.
+    """Removes a checkpoint, damaged or not. If interrupted, the checkpoint is either complete or absent.
 
     Raises:
-        CheckpointError: the directory has no manifest of this library's, or something is in the way.
+        CheckpointError: the directory has no manifest of this library, or its partial name is taken.
         ConfigError: the file system has no locks.
         OSError: for example, this user may not remove it.
     """
     if not is_checkpoint(path):
-        raise CheckpointError(f"{path} is not removed: its {MANIFEST} is none of an {FORMAT}; move it yourself")
+        raise CheckpointError(f"{path} is not removed: its {MANIFEST} is not that of an {FORMAT}; move it yourself")
     remove_owned(path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a directory has a manifest that this library wrote, damaged or not, and is not reached by a link."""
+    """Whether a directory, which is not a link, has a manifest that this library wrote, damaged or not."""
     return not path.is_symlink() and _HEAD.match(_head(path)) is not None
 
 
 def retain(directory: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints in `directory` but the `keep` latest; returns their paths. Links and damaged stay.
+    """Removes all checkpoints in `directory` but the `keep` latest, except links and damaged ones; returns their paths.
 
-    One that cannot be removed stays, with a warning: the checkpoint that was saved is there.
+    A checkpoint that cannot be removed stays, with a warning, since the save itself has succeeded.
     """
     found = [(path, manifest) for path, manifest in checkpoints(directory) if not path.is_symlink()]
     whole = [path for path, manifest in found if isinstance(manifest, Manifest)]
@@ -133,7 +133,7 @@ def retain(directory: Path, keep: int) -> list[Path]:
 
 
 def moment_after_all(directory: Path) -> int:
-    """Nanoseconds since 1970, raised to be later than every checkpoint in `directory` if clocks differ."""
+    """Returns nanoseconds since 1970, increased past every checkpoint in `directory` if clocks differ."""
     moments = [time.time_ns()]
     for path in directory.glob("[!.]*"):
         found = re.search(rb'"saved_ns":(\d{1,19}),', _head(path))
@@ -142,9 +142,9 @@ def moment_after_all(directory: Path) -> int:
 
 
 def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
-    """The latest checkpoint in `directory`; None if there is none. Not collective.
+    """Returns the latest checkpoint in `directory`; None if there is none. Not collective.
 
-    Nothing is written or removed, so that any process may call it while another one saves.
+    It writes and removes nothing, so any process may call it while another one saves.
 
     Args:
         directory: the folder that contains checkpoints.
@@ -170,23 +170,23 @@ def latest(directory: str | Path, *, fall_back: bool = False) -> Path | None:
             return path
         except CheckpointError as error:
             if not os.path.lexists(path):
-                return latest(directory, fall_back=fall_back)  # removed meanwhile, by a save that has made a later one
+                return latest(directory, fall_back=fall_back)  # removed meanwhile by a save, which made a later one
             warnings.warn(f"{path} is passed over: {error}", stacklevel=2)
     return None
 
 
 def checkpoints(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """(path, manifest) of all checkpoints in `directory`, the latest last; damaged ones first, with their error.
+    """Returns (path, manifest) of all checkpoints in `directory`, latest last; damaged ones first, with their error.
 
-    A link to a checkpoint elsewhere counts, one to a neighbor does not.
+    A link to a checkpoint elsewhere counts, a link to one in `directory` does not.
     """
     while (found := _checkpoints_in(directory)) is None:
-        pass  # one was removed meanwhile, by a save that has made a later one
+        pass  # one was removed meanwhile by a save, which made a later one
     return sorted(found, key=lambda item: item[1].saved_ns if isinstance(item[1], Manifest) else -1)
 
 
 def _checkpoints_in(directory: Path) -> list[tuple[Path, Manifest | CheckpointError]] | None:
-    """What `checkpoints` says, in no order; None if one was removed between its listing and its reading."""
+    """Returns the unsorted result of `checkpoints`; None if one was removed after it was listed."""
     found: list[tuple[Path, Manifest | CheckpointError]] = []
     for path in sorted(directory.iterdir()):
         again = path.is_symlink() and path.resolve().parent == directory.resolve()
@@ -206,26 +206,26 @@ def _checkpoints_in(directory: Path) -> list[tuple[Path, Manifest | CheckpointEr
 
 
 def home_of(directory: Path) -> Path:
-    """The folder of checkpoints for `directory`: itself, or, if it has none and is a run's, its `CHECKPOINTS`."""
+    """The folder of checkpoints of `directory`: `CHECKPOINTS` in it if that exists and it has none, else itself."""
     own = directory / CHECKPOINTS
     return own if own.is_dir() and not checkpoints(directory) else directory
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
+    """Reads the manifest of the checkpoint at `path`. Raises CheckpointError if it is missing or damaged."""
     if path.name.endswith(PARTIAL_SUFFIX):
-        raise CheckpointError(f"{path} is what a save has left that did not end: use another checkpoint")
+        raise CheckpointError(f"{path} is an unfinished save: use another checkpoint")
     if not path.is_dir():
         partial = partial_of(path)
-        left = f": its save has not ended, or was broken off, and left {partial}" if partial.is_dir() else ""
+        left = f": its save is still running or was interrupted, see {partial}" if partial.is_dir() else ""
         raise CheckpointError(f"{path}: no such checkpoint{left}")
     if not os.path.lexists(path / MANIFEST):
         if checkpoints(home_of(path)):
             where = str(home_of(path))
             raise CheckpointError(
-                f"{path} holds checkpoints and is none itself: load em.latest({where!r}), the last of them"
+                f"{path} contains checkpoints and is not one itself: load em.latest({where!r}), the last of them"
             )
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: there is none, so this is no whole checkpoint")
+        raise CheckpointError(f"{path / MANIFEST} does not exist, so {path} is not a complete checkpoint")
     return _parsed(path)
 
 
@@ -235,7 +235,7 @@ def _parsed(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -> None:
-    """Hashes `files` (by default all) of the checkpoint. Raises CheckpointError for the first damaged one."""
+    """Hashes `files` of the checkpoint, by default all. Raises CheckpointError for the first damaged one."""
     for name in manifest.files if files is None else files:
         record, found = manifest.files[name], hash_file(path / name)
         if found.nbytes != record.nbytes:
@@ -246,7 +246,7 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str] | None = None) -
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of the manifest at `path`; empty if there is none, or it is another user's."""
+    """Reads the beginning of the manifest at `path`; empty if there is none, or it cannot be read."""
     try:
         with open(open_regular(path / MANIFEST), "rb") as file:
             return file.read(_HEAD_BYTES)

@@ -1,8 +1,8 @@
 """Files of tensors: written, hashed and read.
 
 Owns the path of bytes to the disk (safetensors' own writer does not hash): tensors are copied into segments, and each
-segment is hashed and written by another thread while the next is filled. Where tensors stay as they are meanwhile, that
-thread fills the segment as well: then no thread waits for another's copy.
+segment is hashed and written by another thread while the next one is filled. If a tensor does not change meanwhile,
+the writing thread also fills the segment, and no thread waits for another's copy.
 """
 
 import errno
@@ -44,7 +44,7 @@ class Item:
     tensor: Callable[[], torch.Tensor]
     """Called for the tensor when it is copied."""
     stays: bool = False
-    """The tensor is memory of a CPU that outlives the save and keeps its values until the save has copied it."""
+    """The tensor is CPU memory that outlives the save and keeps its values until the save has copied it."""
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class FileImage:
     def __init__(
         self, items: Iterable[Item], metadata: Mapping[str, str] | None = None, *, bounded: bool = True
     ) -> None:
-        """For `items`, with `metadata` in the header. Copying waits for writing only if `bounded`."""
+        """Lays out `items`, with `metadata` in the header. Copying waits for writing only if `bounded`."""
         given = {item.key: item for item in items}
         head = head_of({key: (item.dtype, item.shape) for key, item in given.items()}, metadata)
         self._places, self._nbytes = head.places, head.nbytes
@@ -67,7 +67,7 @@ class FileImage:
         self._bounded = bounded
         self._segments: dict[int, Bytes] = {}
         self._parts: dict[int, list[tuple[int, Bytes]]] = {}
-        """What is still to be copied into a segment, by the thread that writes it: (start, bytes)."""
+        """{segment: [(start, bytes)]} that the thread which writes the segment still has to copy into it."""
         self._free: list[Bytes] = []
         self._whole = list(self._put(0, np.frombuffer(head.data, dtype=np.uint8)))
 
@@ -101,7 +101,7 @@ class FileImage:
         return FileRecord(nbytes=self._nbytes, digest=digest)
 
     def _take(self, key: str, *, now: bool = False) -> Iterator[int]:
-        """Copies a tensor, or leaves it to the writers if it stays and need not be copied `now`; as `_put`."""
+        """Copies a tensor, or leaves it to the writers if it stays and need not be copied `now`; yields as `_put`."""
         item = self._left.pop(key)
         data = item.tensor().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         assert len(data) == item.nbytes, f"{key} has {len(data)} bytes, not {item.nbytes}"
@@ -153,7 +153,7 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file. Raises CheckpointError unless it is a regular file."""
+    """Returns the size and hash of a file. Raises CheckpointError unless it is a regular file."""
     with name_in_errors(path), open(open_regular(path), "rb") as file, ThreadPoolExecutor(_WRITERS) as readers:
         nbytes = os.fstat(file.fileno()).st_size
         starts = range(0, nbytes, SEGMENT_BYTES)
@@ -191,7 +191,7 @@ class Files:
             )
 
     def read(self, file: str, key: str) -> torch.Tensor:
-        """The tensor, memory-mapped: only the parts in use are read."""
+        """Returns the tensor, memory-mapped: only the parts in use are read."""
         tensor: torch.Tensor = self._handle(file).get_tensor(key)
         return tensor
 
@@ -199,13 +199,13 @@ class Files:
         if file not in self._open:
             from safetensors import safe_open
 
-            os.close(open_regular(self._directory / file))  # no link
+            os.close(open_regular(self._directory / file))  # refuses a link
             self._open[file] = safe_open(self._directory / file, framework="pt")
         return self._open[file]
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading. Raises CheckpointError for links and anything else."""
+    """Opens a regular file for reading; returns its descriptor. Raises CheckpointError for links and anything else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -213,5 +213,5 @@ def open_regular(path: Path) -> int:
         raise CheckpointError(f"{path} {reason}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"{path} is not a regular file")
     return descriptor

@@ -1,8 +1,8 @@
 """Plain values as JSON and back, exactly: the content of a checkpoint besides parameters.
 
-Owns the encoding. Decoding never executes anything: it produces only numbers, texts, bytes, lists, tuples, dicts,
-counters, tensors and arrays. A value comes back as one of the same class, or is refused: subclasses of these are,
-except those with a tag. Of a tensor's subclass the plain tensor comes back.
+Owns the encoding. Decoding never executes anything: it produces only numbers, strings, bytes, lists, tuples, dicts,
+counters, tensors and arrays. A value is restored with the same class or refused: subclasses of these are refused,
+except those with a tag below. A subclass of Tensor is restored as a plain tensor.
 
     unchanged      None, bool, int, finite float, str, list, dict with str keys
     tagged         {"$tuple": [...]}  {"$size": [...]}  {"$float": "nan"}  {"$bytes": base64}  {"$bytearray": base64}
@@ -30,7 +30,7 @@ _KINDS = {tag: kind for kind, tag in _MAPPINGS.items()}
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in a form that JSON can hold. Raises CheckpointError, which names the place, for any other type."""
+    """Encodes `value` for JSON. Raises CheckpointError, which names the place `where`, for any other type."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -56,8 +56,8 @@ def encode(value: Any, where: str) -> Any:
     if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
         return {"$array": [value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]}
     raise CheckpointError(
-        f"{where} is a {kind.__name__}: a checkpoint holds None, numbers, texts, bytes, lists, tuples, dicts, tensors "
-        f"and arrays; {_instead(value)}"
+        f"{where} is a {kind.__name__}: a checkpoint holds None, numbers, strings, bytes, lists, tuples, dicts, "
+        f"tensors and arrays; {_instead(value)}"
     )
 
 
@@ -65,17 +65,17 @@ _PLAIN = (int, float, str, bytes, list, tuple, dict)
 
 
 def _instead(value: Any) -> str:
-    """What to save instead of a value of another class, whose meaning a checkpoint would lose."""
+    """Says what to save instead of a value of another class, which a checkpoint would lose."""
     if isinstance(value, Enum):
-        return f"save its value, {type(value).__name__}(...) makes it again"
+        return f"save its value, and restore it with {type(value).__name__}(...)"
     for plain in _PLAIN:
         if isinstance(value, plain):
-            return f"save {plain.__name__}(...) of it, the plain one"
-    return "of an object save its state_dict()"
+            return f"save {plain.__name__}(...) of it"
+    return "save the state_dict() of an object"
 
 
 def decode(value: Any, where: str) -> Any:
-    """The inverse of `encode`. Raises CheckpointError for an invalid encoding."""
+    """Decodes what `encode` returned. Raises CheckpointError for an invalid encoding."""
     if isinstance(value, list):
         return [decode(item, where) for item in value]
     if not isinstance(value, dict):
@@ -86,7 +86,7 @@ def decode(value: Any, where: str) -> Any:
         ((tag, content),) = value.items()
         return _tagged(tag, content, where)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{where}: {str(value)[:100]} is no value of a checkpoint: {error}") from error
+        raise CheckpointError(f"{where}: {str(value)[:100]} is not a value of a checkpoint: {error}") from error
 
 
 def _tagged(tag: str, content: Any, where: str) -> Any:
@@ -122,7 +122,7 @@ def _tagged(tag: str, content: Any, where: str) -> Any:
 
 
 def _numbers(name: Any) -> "np.dtype[Any]":
-    """NumPy's dtype of that name. Raises ValueError unless it is one of numbers."""
+    """Returns NumPy's dtype of that name. Raises ValueError unless it is numeric."""
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"arrays of {dtype} are not read")

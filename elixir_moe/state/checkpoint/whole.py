@@ -26,29 +26,29 @@ _TORCH = "export it with --format torch, or load it and use em.full_state_dict(m
 
 
 class Whole:
-    """The whole tensors of one checkpoint, whose files should have been verified."""
+    """The whole tensors of one checkpoint; verify its files first."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._files = Files(directory)
         self._manifest = manifest
 
     def parameter(self, name: str, kept: str = WEIGHT) -> torch.Tensor:
-        """A whole parameter by its first name, or its optimizer state `kept`, in the saved dtype."""
+        """Reads a whole parameter by its first name, or its optimizer state `kept`, in the saved dtype."""
         entry = self._manifest.parameters[name]
         span = Span(offset=(0,) * len(entry.grid), shape=entry.grid, start=0, stop=entry.numel)
         return self._cell(name, kept, entry.pieces, span).view(entry.shape)
 
     def buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        """A buffer with the values of that rank."""
+        """Reads a buffer with the values of that rank."""
         buffer = self._manifest.buffers[name]
         self._files.check(buffer.file_of_rank[rank], Buffer.key(name), buffer.dtype, buffer.shape)
         return self._files.read(buffer.file_of_rank[rank], Buffer.key(name))
 
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
-        """(key, tensor to write) of the plain model's state dict, in its order; `dtype` is for floating parameters.
+        """Yields (key, tensor to write) of the plain model's state dict, in its order, floating parameters as `dtype`.
 
         Raises:
-            CheckpointError: the checkpoint has no frozen weights, or the model's state dict computes what it gives.
+            CheckpointError: the checkpoint has no frozen weights, or the model's state dict computes a value.
         """
         base = self._manifest.base
         if base is not None:
@@ -73,12 +73,12 @@ class Whole:
                 )
 
     def extra_states(self) -> dict[str, Any]:
-        """{key: extra state of a module} of rank 0."""
+        """Returns {key: extra state of a module} of rank 0."""
         states = self._manifest.extra_states
         return {key: decode(value, key) for key, value in (states[0] if states else {}).items()}
 
     def cells(self, name: str) -> Iterator[tuple[SavedPiece, list[Item]]]:
-        """Each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
+        """Yields each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
 
         Raises:
             CheckpointError: the pieces of a slice have different optimizer state.
@@ -90,7 +90,7 @@ class Whole:
         for pieces in slices.values():
             first = pieces[0]
             if any((p.state, p.scalars) != (first.state, first.scalars) for p in pieces):
-                raise CheckpointError(f"parameter {name!r}: its pieces do not keep the same: they cannot be joined")
+                raise CheckpointError(f"parameter {name!r}: its pieces differ in optimizer state and cannot be joined")
             joined = replace(first, span=replace(first.span, start=0, stop=sum(p.span.numel for p in pieces)))
             items = [
                 Item(
@@ -104,7 +104,7 @@ class Whole:
             yield joined, items
 
     def _cell(self, name: str, kept: str, pieces: tuple[SavedPiece, ...], span: Span) -> torch.Tensor:
-        """The elements of `span`, of shape (numel,)."""
+        """Reads the elements of `span`, as shape (numel,)."""
         dtype = DTYPES[pieces[0].state[kept]] if pieces else DTYPES[self._manifest.parameters[name].dtype]
         flat = torch.empty(span.numel, dtype=dtype, device="cpu")
         for piece in pieces:
@@ -123,15 +123,16 @@ class Whole:
 def export_huggingface(
     whole: Whole, out: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
-    """Writes a new folder of weights in Hugging Face's form; returns its files. Tied parameters have their first name.
+    """Writes a new folder of weights in Hugging Face's format; returns its files.
 
-    The files are ``model.safetensors``, or several of at most `shard_bytes` with ``model.safetensors.index.json``.
+    Tied parameters get their first name. The files are ``model.safetensors``, or several of at most `shard_bytes` with
+    ``model.safetensors.index.json``.
 
     Raises:
         CheckpointError: the folder exists, or modules have extra state.
     """
     if more := [key for key, state in whole.extra_states().items() if state is not None]:
-        raise CheckpointError(f"{more[0]!r} is extra state of a module, and the folder holds tensors alone: {_TORCH}")
+        raise CheckpointError(f"{more[0]!r} is extra state of a module, and the folder holds only tensors: {_TORCH}")
     seen: set[str | None] = set()
     items: dict[str, Item] = {}
     for key, item in whole.state_dict(dtype):
@@ -170,7 +171,7 @@ def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -
 
 
 def reshard(whole: Whole, target: Path, files: int) -> Manifest:
-    """Rewrites the checkpoint in `files` files of about equal size, or in one for each tensor if those are fewer.
+    """Rewrites the checkpoint as `files` files of about equal size, or one for each tensor if those are fewer.
 
     Raises:
         CheckpointError: the target exists.
@@ -218,13 +219,13 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
 
 
 def _check_free(out: Path, kind: str) -> None:
-    """Raises CheckpointError if something is at `out`, where a file or a folder is to appear."""
+    """Raises CheckpointError if `out`, the new file or folder, exists."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out} exists: name another {kind}")
 
 
 def _made_for(out: Path, kind: str) -> StagingFolder:
-    """A folder in which to write what is to appear as `out`. Raises CheckpointError."""
+    """Creates the folder in which `out` is written before it appears. Raises CheckpointError."""
     _check_free(out, kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
