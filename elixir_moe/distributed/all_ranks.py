@@ -1,7 +1,7 @@
 """Exchanges of small values between all ranks, comparisons of them, and errors that all ranks raise together.
 
-Owns the rule that an error of one rank is raised on all, with the same type and the same message. Owns the message about
-a value that differs between ranks, and the gloo process groups on which the ranks of a wrapped model agree.
+Owns the rule that an error of one rank is raised on all, with the same type and message, the message about a value that
+differs between ranks, and the gloo process groups on which the ranks of a wrapped model agree.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
