@@ -5,7 +5,6 @@ of bitsandbytes decode as this library does, so that the first loss is equal to 
 """
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +233,5 @@ def test_fp8_layers_of_other_blocks_or_trained_are_refused() -> None:
 
 def test_mxfp4_experts_of_transformers_are_refused_by_name() -> None:
     config = hf.GptOssConfig(hidden_size=64, intermediate_size=64, num_local_experts=2)
-    with pytest.raises(em.ConfigError, match=r"'0' is a Mxfp4GptOssExperts.*weights=folder.*dequantize=True") as error:
+    with pytest.raises(em.ConfigError, match=r"'0' is a Mxfp4GptOssExperts.*weights=folder.*dequantize=True"):
         check_layers(nn.Sequential(mxfp4.Mxfp4GptOssExperts(config)))
-    assert re.search(r"order of their own", str(error.value))

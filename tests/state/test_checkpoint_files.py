@@ -94,8 +94,8 @@ def test_runs_of_any_two_cuts_meet_in_the_right_elements() -> None:
         (lambda s: [*s, s[0]], "not once"),
         (lambda s: s[2:], "slices of 6"),
         (lambda s: [replace(s[0], start=3), *s[1:]], "not once"),
-        (lambda s: [replace(s[0], offset=(1, 0, 0)), *s[1:]], "no place"),
-        (lambda s: [replace(s[0], offset=(6, 0, 0)), *s[1:]], "no place"),
+        (lambda s: [replace(s[0], offset=(1, 0, 0)), *s[1:]], "a slice at (1, 0, 0)"),
+        (lambda s: [replace(s[0], offset=(6, 0, 0)), *s[1:]], "a slice at (6, 0, 0)"),
         (lambda s: [replace(s[0], shape=(2, 4, 5)), *s[1:]], "2 shapes"),
         (lambda s: [replace(x, shape=(4, 4, 5)) for x in s], "do not tile"),
         (lambda s: [replace(x, shape=(0, 4, 5)) for x in s], "do not tile"),
@@ -203,7 +203,7 @@ def test_what_would_come_back_as_something_else_is_named(value: Any, instead: st
     ],
 )
 def test_hostile_values_are_refused(hostile: Any) -> None:
-    with pytest.raises(em.CheckpointError, match=r"extra: .*no value of a checkpoint"):
+    with pytest.raises(em.CheckpointError, match=f"extra: {re.escape(str(hostile)[:60])}"):
         decode({"a": [hostile]}, "extra")
 
 
@@ -462,7 +462,7 @@ def test_links_and_other_things_that_are_no_files_are_refused(tmp_path: Path) ->
         with pytest.raises(em.CheckpointError, match=f"{name} is not a regular file"):
             verify(tmp_path / "a", read_manifest(tmp_path / "a"))
         path.unlink()
-        with pytest.raises(em.CheckpointError, match=f"{name} cannot be read"):
+        with pytest.raises(em.CheckpointError, match=f"{name} (cannot be read|does not exist)"):
             verify(tmp_path / "a", read_manifest(tmp_path / "a"))
         (tmp_path / "elsewhere").rename(path)
     verify(tmp_path / "a", read_manifest(tmp_path / "a"))
