@@ -155,7 +155,7 @@ def parameter() -> str:
     for x, y, words, color in boxes.values():
         axes.text(x, y, words, ha="center", va="center", fontsize=FONT - 1, color=light("text"), linespacing=1.35,
                   bbox={"boxstyle": "round,pad=0.5", "fc": light("back"), "ec": light(color), "lw": 1.5})  # fmt: skip
-    arrows = [  # corners, where and what is said
+    arrows = [  # corners, position and label
         ([(50, 152), (50, 215), (140, 215)], (56, 224), "1 fetch, gather"),
         ([(252, 215), (278, 215)], (249, 238), "2 views"),
         ([(196, 196), (196, 170), (90, 170), (90, 152)], (98, 179), "dropped unwritten"),
@@ -179,7 +179,7 @@ def parameter() -> str:
 
 
 def mixture() -> str:
-    """What lies where, and what moves when, as a mixture of 30 billion parameters is trained on one card of 24 GB."""
+    """The tiers and transfers while a mixture of 30 billion parameters is trained on one card of 24 GB."""
     found = json.loads(MIXTURE.read_text())
     planned, moved, seconds, step = found["planned"], found["moved"], found["seconds"], found["seconds"]["step"]
     device, host = planned["device"], planned["host"]
@@ -234,7 +234,7 @@ def mixture() -> str:
     down += 5
     line(f"A step of {tokens:,} tokens: {step:.0f} s, {tokens / step:.0f} tokens/s", fontweight="bold")
     down += 4
-    # A layer is recomputed: of the four parts of a turn, forward is one and backward three. Transfers run beside them.
+    # A layer is recomputed: of the four parts of a turn, forward is one and backward three. Transfers overlap them.
     turns = found["accumulation"]
     part = working / turns / 4
     fetch, offload = seconds["fetch"] / turns / 4, seconds["offload"] / turns / 3
@@ -263,7 +263,7 @@ def plan() -> dict[str, Any]:
     """The planner's answer for a mixture of 30 billion parameters on one card of 24 GiB, as plain data."""
     from dataclasses import asdict
 
-    import speed_of_light  # beside this file
+    import speed_of_light  # next to this file
 
     from elixir_moe.inspect import planned_bytes
     from elixir_moe.planner import cost

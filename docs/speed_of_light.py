@@ -97,7 +97,7 @@ class Machine:
 
     @property
     def hardware(self) -> Hardware:
-        """As `elixir-moe plan` describes it."""
+        """The machine as `elixir-moe plan` describes it."""
         found = gpus.machine(self.gpu, self.gpus)
         if self.ram is not None:
             found = gpus.with_host(found, size_bytes("ram", self.ram) or 0)
@@ -127,7 +127,7 @@ MACHINES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What a step needs on any machine: the part of a trace that bounds are made of."""
+    """The needs of a step on any machine: the part of a trace from which bounds are computed."""
 
     flops: int
     """Operations of matrix products and attention of one GPU: forward, recomputation and backward."""
@@ -253,9 +253,9 @@ class Predictions:
             if tile_size is not None:
                 wider = max(p.itemsize for p in given.model.parameters()) // 2  # a tile's bytes are those of bf16
                 tile(given.model, at_most=tile_size * wider)
-            alone = argparse.Namespace(**vars(known) | {"gpus": 1})
+            single = argparse.Namespace(**vars(known) | {"gpus": 1})
             one = replace(machine, gpus=1).hardware
-            self._traced[batch, tile_size] = task_of(alone, one, given, batch, SEQ).profile
+            self._traced[batch, tile_size] = task_of(single, one, given, batch, SEQ).profile
             self.steps.setdefault(batch, Step.of(self._traced[batch, tile_size]))
         profile = self._traced[batch, tile_size].over(machine.gpus)
         host = hardware.host_bytes_per_rank(machine.gpus) - reserve_of(known, hardware) // machine.gpus
@@ -303,7 +303,7 @@ def _short(value: float) -> float:
 
 
 def kept() -> dict[str, Any]:
-    """What has been computed: steps by model, way and sequences; predictions by model, way and machine, by date."""
+    """The computed results: steps by model, way and sequences; predictions by model, way and machine, by date."""
     if not KEPT.exists():
         return {"steps": {}, "predictions": {}}
     found: dict[str, Any] = json.loads(KEPT.read_text())
@@ -428,7 +428,7 @@ def machines(_everything: dict[str, Any]) -> list[str]:
 
 
 def published(everything: dict[str, Any]) -> list[str]:
-    """What others have published, next to the bound and the prediction for the same card."""
+    """Published results of others, next to the bound and the prediction for the same card."""
     heads = "system", "model, way", "card", "tokens/s", "VRAM", "note", "predicted", "bound", "source"
     lines = [f"|{'|'.join(heads)}|", "|---|---|---|--:|--:|---|--:|--:|---|"]
     for peer in json.loads(PEERS.read_text()):

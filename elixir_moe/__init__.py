@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Called for names that are not here yet: files, which are imported alone, and public names."""
+        """Returns a name that is not here yet: a file, which is imported by itself, or a public name."""
         if name not in _Package.functions and find_spec(f"{__name__}.{name}"):
             return import_module(f"{__name__}.{name}")
         if "__all__" not in globals():

@@ -1,6 +1,6 @@
-"""The module that csrc/ is built to, or None in a source tree that was never built.
+"""The native module built from csrc/, or None in a source tree that was never built.
 
-Owns this import alone. Without the module everything works, the step on a CPU several times slower.
+Owns only this import. Without the module everything works, but steps on a CPU are several times slower.
 """
 
 try:

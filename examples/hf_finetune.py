@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face model: `torchrun --nproc-per-node 2 examples/hf_finetune.py`, or python alone."""
+"""Fine-tunes a Hugging Face model: `torchrun --nproc-per-node 2 examples/hf_finetune.py`, or just python."""
 
 import tempfile
 

@@ -1,8 +1,8 @@
-"""Trains a model whose weights alone are three times the memory it may use: `python examples/infinity.py`.
+"""Trains a model whose weights are three times the memory it may use: `python examples/infinity.py`.
 
 The bare process trains one layer, so that all of Python and torch is there. Then it forbids itself more than `--limit`
 MiB of further addresses and trains the model. Frozen weights are on disk, and so are the masters and moments of what is
-trained: adapters beside the frozen weights, and a head. With `--on host` all stays in memory, and the process fails.
+trained: adapters of the frozen weights, and a head. With `--on host` all stays in memory, and the process fails.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
 class Layer(nn.Module):
-    """x + gelu(frozen(norm(x)) + adapter): 16 MiB of frozen weights, and beside them a trained product of rank 4."""
+    """x + gelu(frozen(norm(x)) + adapter): 16 MiB of frozen weights, and a trained product of rank 4."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains LoRA adapters of a mixture of experts: `torchrun --nproc-per-node 2 examples/lora_moe.py`, or python alone.
+"""Trains LoRA adapters of a mixture of experts: `torchrun --nproc-per-node 2 examples/lora_moe.py`, or just python.
 
 Adapters are on attention and on the fused experts. The frozen base is in host memory, or on disk with `--disk FOLDER`.
 """
@@ -27,12 +27,12 @@ config = Qwen3MoeConfig(  # one token a byte
 
 
 def base() -> torch.nn.Module:
-    """The same weights each time; with a folder: AutoModelForCausalLM.from_pretrained(folder)."""
+    """Builds the model with equal weights each time; for a folder, AutoModelForCausalLM.from_pretrained(folder)."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 
 
-experts = ["experts.gate_up_proj", "experts.down_proj"]  # parameters, since fused experts are no linear layers
+experts = ["experts.gate_up_proj", "experts.down_proj"]  # parameters, since fused experts are not linear layers
 lora = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], target_parameters=experts)
 model = peft.get_peft_model(base(), lora)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -54,7 +54,7 @@ for step in range(options.steps):
 with torch.no_grad():
     logits = model.eval()(rows[:1]).logits.cpu()  # on all ranks, since a forward gathers
 with tempfile.TemporaryDirectory() as folder:
-    em.save_pretrained(model, folder)  # the adapters alone; no chunk of the base is read
+    em.save_pretrained(model, folder)  # only the adapters; no chunk of the base is read
     if rank == 0:
         plain = peft.PeftModel.from_pretrained(base(), folder).eval()
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """A Megatron-core GPT with tensor parallelism under em.wrap: `torchrun --nproc-per-node 2 examples/megatron_gpt.py`.
 
 Runs on CPUs too, where Megatron's own attention and its GPU initialization do not: hence `Attention` and
-`use_cpu_initialization`. On GPUs, take Megatron's TransformerEngine layers as ever.
+`use_cpu_initialization`. On GPUs, use Megatron's TransformerEngine layers as usual.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ class Router(TopKRouter):
 def draw_experts(model: torch.nn.Module, config: TransformerConfig) -> None:
     """With a seed of each expert-parallel rank's own, as `model_parallel_cuda_manual_seed` has it.
 
-    Megatron draws experts so on GPUs alone: under `use_cpu_initialization` they come from the seed of all ranks, and
+    Megatron draws experts so only on GPUs: under `use_cpu_initialization` they come from the seed of all ranks, and
     every rank has the same ones.
     """
     torch.manual_seed(SEED + 1024 + 100 * parallel_state.get_expert_model_parallel_rank())

@@ -1,13 +1,13 @@
 """Ten steps of a mixture of experts: `python examples/quickstart.py`, or through torchrun on any number of ranks."""
 
-from pydoc_data.topics import topics  # Python's own help, as a text to learn
+from pydoc_data.topics import topics  # Python's own help, to learn from
 
 import torch
 
 import elixir_moe as em
 from elixir_tools.models.gpt import GPT, GPTConfig, lm_loss
 
-mesh = em.init_mesh()  # the ranks torchrun started, or this process alone
+mesh = em.init_mesh()  # the ranks that torchrun started, or only this process
 rank, ranks, device = mesh.get_local_rank("dp"), mesh.size(0), mesh.device_type
 expert_mesh = em.expert_mesh(mesh, ep=ranks)  # the same ranks, sharing out the experts of a layer
 torch.manual_seed(0)

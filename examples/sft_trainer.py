@@ -1,4 +1,4 @@
-"""Trains adapters of a mixture with TRL: `torchrun --nproc-per-node 2 examples/sft_trainer.py`, or python alone.
+"""Trains adapters of a mixture with TRL: `torchrun --nproc-per-node 2 examples/sft_trainer.py`, or just python.
 
 The model is sharded and offloaded by a plan; everything else is TRL's. Plain peft then reads the adapters.
 """
@@ -57,7 +57,7 @@ with tempfile.TemporaryDirectory() as folder:
         plan=em.Plan.offload(host_checkpoints="all"),
     )  # fmt: skip
     trainer.train()
-    trainer.save_model(folder)  # the adapters alone
+    trainer.save_model(folder)  # only the adapters
     if trainer.args.should_save:
         losses = [f"{entry['loss']:.3f}" for entry in trainer.state.log_history if "loss" in entry]
         print("losses:", *losses)

@@ -1,13 +1,13 @@
 #!/bin/bash
-# A training on Slurm that survives: ranks that die are started again on the nodes that are left, and a job that comes to
-# its time limit saves, ends and queues itself again. Submit it once: sbatch examples/slurm.sh CONFIG
+# A fault-tolerant training on Slurm: dead ranks are started again on the remaining nodes, and a job that reaches its time
+# limit saves, ends and queues itself again. Submit it once: sbatch examples/slurm.sh CONFIG
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@600   # to this script alone, ten minutes before the end
+#SBATCH --signal=B:USR1@600   # only to this script, ten minutes before the end
 
 config=${1:?usage: sbatch examples/slurm.sh CONFIG}
 out=${OUT:-runs/$SLURM_JOB_NAME}

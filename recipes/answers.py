@@ -1,7 +1,7 @@
-"""What the planner says of each recipe: ``python recipes/answers.py [--quick] [NAME ...]`` writes it into their heads.
+"""Writes the planner's answer into the head of each recipe: ``python recipes/answers.py [--quick] [NAME ...]``.
 
-Owns the way from a recipe to the words of `elixir-moe plan`, and the form of a head: title, command, machine, date,
-question and answer, all of them comments. The rest of a recipe is for `elixir-moe VERB --config FILE` and stays.
+Owns the command of `elixir-moe plan` for a recipe, and the form of a head: title, command, machine, date, question and
+answer, all of them comments. The rest of a recipe is for `elixir-moe VERB --config FILE` and stays unchanged.
 """
 
 import datetime
@@ -20,26 +20,26 @@ from elixir_tools.models.known import find
 HERE = Path(__file__).parent
 RECIPES = sorted(HERE.glob("*.yaml"))
 _END = ("Run:", "In a script:")
-"""Where the answer begins to say what to run, which the recipe itself says."""
+"""Where the answer begins to say what to run; the recipe has that itself."""
 QUICK = " --quick"
 _UNSPREAD = "(asked without spread_experts, for which plan has no word)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A recipe as it is read."""
+    """The parts of a recipe's file."""
 
     title: str
     """The lines of its head that this file does not write."""
     verb: str
     """The command that it is for."""
     machine: str
-    """The words of `elixir-moe plan` for its machine."""
+    """The arguments of `elixir-moe plan` for its machine."""
     settings: dict[str, Any]
 
     @property
     def config(self) -> dict[str, Any]:
-        """What ships of the config.json of its model."""
+        """The shipped part of its model's config.json."""
         file = find(self.settings["model_name_or_path"]).config
         assert file is not None, "recipes name models whose shapes ship"
         found: dict[str, Any] = json.loads(Path(file).read_text())
@@ -47,7 +47,7 @@ class Recipe:
 
 
 def read(recipe: Path) -> Recipe:
-    """The recipe of a file."""
+    """Reads a recipe."""
     lines = recipe.read_text().splitlines()
     title = lines[: next(i for i, line in enumerate(lines) if line.startswith("# machine: ")) + 1]
     verb = next(line for line in title if "elixir-moe" in line).partition("elixir-moe ")[2].split()[0]
@@ -57,7 +57,7 @@ def read(recipe: Path) -> Recipe:
 
 
 def asked(recipe: Recipe) -> str:
-    """The command that prices a recipe. A row of `dpo` has two texts; it and `kto` compute whole logits."""
+    """The command that prices a recipe. A row of `dpo` has two sequences; `dpo` and `kto` compute whole logits."""
     given = recipe.settings
     rows = given["per_device_train_batch_size"] * (2 if recipe.verb == "dpo" else 1)
     words = [given["model_name_or_path"], recipe.machine, "--seq", given["max_length"], "--batch", rows]
@@ -76,7 +76,7 @@ def asked(recipe: Recipe) -> str:
 
 
 def answer(found: Recipe, question: str) -> str:
-    """The comment that answers a question about a recipe."""
+    """Returns the comment that answers a question about a recipe."""
     command = [sys.executable, "-m", "elixir_moe", *shlex.split(question)[1:], "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

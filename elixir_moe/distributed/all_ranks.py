@@ -17,7 +17,7 @@ from elixir_moe.errors import ElixirError, UsageError
 
 T = TypeVar("T")
 _NOTHING = "nothing"
-"""What a rank has in the place of a key or an item that another has."""
+"""Stands in a message for a key or an item that one rank has and another lacks."""
 _MOST_TEXT = 300
 """Most characters of a value in a message."""
 

@@ -1,4 +1,4 @@
-"""What a model is made of: layers of the mixture, cut layers, packed weights, and what `wrap` made of it."""
+"""The parts of a model: layers of the mixture, cut layers, packed weights, and the record of `wrap`."""
 
 from elixir_moe.kernels import sum_of_squares
 from elixir_moe.moe.experts import MLP, GroupedExperts

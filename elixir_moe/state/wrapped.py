@@ -52,7 +52,7 @@ class Wrapped:
     weights: str | None
     """The folder that `wrap` read weights from."""
     not_shared: Mapping[tuple[int, ...], str]
-    """{ranks of a process group: why they do not share frozen chunks in host memory, although the plan says so}."""
+    """{ranks of a process group: why they do not share frozen chunks in host memory, although the plan does}."""
     prediction: Any
     """The predicted cost of a step (`planner.prediction.Prediction`); None for a plan without a search."""
 

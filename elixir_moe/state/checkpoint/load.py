@@ -424,7 +424,7 @@ def _options(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> 
 
 
 def _other_kind(saved: Any, present: Any) -> str | None:
-    """What is expected instead of a saved option, if its type differs from that of the present one; else None."""
+    """Says what is expected instead of a saved option, if its type differs from that of the present one; else None."""
     number = _number(present)
     if isinstance(present, (list, tuple)):
         fits = isinstance(saved, (list, tuple)) and len(saved) == len(present)
