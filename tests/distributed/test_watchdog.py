@@ -15,10 +15,10 @@ def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it()
         RankWait("exchange 1", (0, 2), "exchange", 1, {"exchange": 1}),
     ]
     lines = [watchdog._Line(store, "a name", rank, 3) for rank in range(3)]
-    heard = [line.stand(place) for line, place in zip(lines, places, strict=True)]
+    heard = [line.exchange_waits(place) for line, place in zip(lines, places, strict=True)]
     assert deadlock_of(0, heard[0]) == "", "the others had said nothing yet"
     assert "(3 ranks wait for each other)" in deadlock_of(2, heard[2])
-    lines[1].move_on()
-    assert deadlock_of(2, lines[2].stand(places[2])) == ""
+    lines[1].end_wait()
+    assert deadlock_of(2, lines[2].exchange_waits(places[2])) == ""
     for line in lines:
         line.close()
