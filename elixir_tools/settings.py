@@ -86,8 +86,8 @@ def help_of(cls: type) -> str:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, those of its bases first."""
-    found = {}
+    """The docstring under each field of a dataclass, those of its bases first, and `help` in a field's metadata."""
+    found: dict[str, str] = {}
     for kind in reversed(cls.__mro__):
         if dataclasses.is_dataclass(kind):
             (definition,) = ast.parse(inspect.getsource(kind)).body
@@ -95,7 +95,8 @@ def docstrings(cls: type) -> dict[str, str]:
             for field, text in itertools.pairwise(definition.body):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
+    fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return found | {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 
 
 def _flaw(error: yaml.YAMLError | RecursionError, text: str) -> str:

@@ -36,7 +36,7 @@ STOREYS: list[set[str]] = [
     {"hf.import_quantized"},
     {"linear_cross_entropy"},
     {"hf.fused_loss", "hf.peft_checks"},
-    {"chunks.param_spec", "chunks.residence"},
+    {"chunks.param_spec", "chunks.residence", "chunks.plan_options"},
     {"chunks.packing"},
     {"chunks.cache_policy", "chunks.step_machine", "chunks.events"},
     {"chunks.calls", "chunks.units"},

@@ -145,19 +145,21 @@ def _names(name: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-_WHOLE_NUMBERS: tuple[tuple[str, int, tuple[object, ...]], ...] = (
-    ("rcache_blocks", 1, ("all", None)),
-    ("rcache_bytes", 0, (None,)),
-    ("device_chunks", 0, ()),
-    ("device_bytes", 0, (None,)),
-    ("disk_chunks", 0, (None,)),
-    ("host_bytes", 0, (None,)),
-    ("chunk_numel", 1, (None,)),
-    ("prefetch", 0, ()),
-    ("host_checkpoints", 0, ("all",)),
-    ("rounding_seed", 0, ()),
-)
-"""(field, smallest number, other allowed values)."""
+_SIZES = ("rcache", "device", "host", "budget")
+"""Arguments of presets that are sizes; the field of each is in bytes."""
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan that the arguments of a preset give; each has its argument's name."""
+    found = {name: value for name, value in given.items() if name != "cls" and name not in _SIZES}
+    found |= {f"{name}_bytes": size_bytes(name, given[name]) for name in _SIZES if name in given}
+    found |= {name: _path(name, given[name]) for name in ("disk", "hardware") if name in given}
+    return found | {"reduce_dtype": reduction_dtype("reduce_dtype", given["reduce_dtype"])}
+
+
+def _whole(default: object, least: int, *others: object) -> Any:
+    """A field of a plan for whole numbers from `least` on, or one of `others`."""
+    return field(default=default, metadata={"least": least, "others": others})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,20 +174,20 @@ class Plan:
     """S_FLAG: shard every chunk over its process group; False keeps every chunk whole on every rank."""
     offloaded: bool
     """O_FLAG: chunks live in host memory."""
-    rcache_blocks: int | Literal["all"] | None = None
+    rcache_blocks: int | Literal["all"] | None = _whole(None, 1, "all", None)
     """C_SIZE: blocks of the rCache, for weights and gradients; "all" keeps all weights gathered. None uses as many as
     fit in `rcache_bytes`; without `rcache_bytes`, the fewest that a step needs plus `prefetch`."""
-    rcache_bytes: int | None = None
+    rcache_bytes: int | None = _whole(None, 0, None)
     """Device memory for blocks, in bytes; an alternative to `rcache_blocks`."""
-    device_chunks: int = 0
+    device_chunks: int = _whole(0, 0)
     """With `offloaded`: number of chunks that live on the device, the last ones in order of first use."""
-    device_bytes: int | None = None
+    device_bytes: int | None = _whole(None, 0, None)
     """Device memory for the state of such chunks, in bytes; an alternative to `device_chunks`: as many as fit."""
-    disk_chunks: int | None = 0
+    disk_chunks: int | None = _whole(0, 0, None)
     """With `offloaded`: number of chunks whose master shards and moments are on disk, the last ones before those on the
     device: the later a chunk is used, the more of its update overlaps with compute. None puts on disk the chunks that
     do not fit in `host_bytes`; without `host_bytes`, in free host memory."""
-    host_bytes: int | None = None
+    host_bytes: int | None = _whole(None, 0, None)
     """Host memory for state, in bytes; an alternative to `disk_chunks`."""
     values_on_disk: bool = False
     """The compute shards of chunks on disk, and an fp32 sum of their gradients, are on disk too: in host memory these
@@ -198,20 +200,20 @@ class Plan:
     """Frozen chunks in host memory are stored once, in memory that all ranks of a host map, and gathered by a copy from
     there instead of a collective. Applies to chunks whose ranks are all on one host; others are sharded as usual
     (`em.inspect` lists both). After `wrap`, only `em.load` can write these weights."""
-    chunk_numel: int | None = None
+    chunk_numel: int | None = _whole(None, 1, None)
     """Chunk length C in elements; None uses `best_chunk_numel`, the smallest length with little waste."""
     whole_layers: bool = True
     """Gather a layer as a whole: chunks begin where repeated modules begin, where that wastes little, and a region that
     backward recomputes is one unit. False fills chunks one after the other and gathers as little at once as their
     borders allow: a step may need one block less, and the host has several times as much work."""
-    prefetch: int = LOOKAHEAD
+    prefetch: int = _whole(LOOKAHEAD, 0)
     """Number of chunks gathered ahead of their use in the schedule, if blocks are free."""
     reduce_dtype: torch.dtype | None = None
     """Dtype, or its name, in which gradients of 16-bit parameters are summed over the ranks. None is fp32: each sum is
     rounded once. Over NCCL gradients then need twice the bytes on the wire, and a staging buffer of four bytes per
     element of the largest chunk. ``torch.bfloat16`` saves both for parameters in bf16, but rounds after each rank's
     addition. Over gloo, sharded chunks are always sent in 16 bits and summed in fp32."""
-    host_checkpoints: int | Literal["all"] = 0
+    host_checkpoints: int | Literal["all"] = _whole(0, 0, "all")
     """Number of checkpointed regions, counted from the start of forward, whose inputs are kept in host memory, or
     "all". Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
     master: Master = "fp32"
@@ -223,21 +225,21 @@ class Plan:
     narrow_state: tuple[str, ...] | None = None
     """Names of the parameters to which `master` and `moments` apply, with ``*`` as in `em.annotate`; all others keep
     fp32 state. None selects the matrices of repeated blocks except routers (`has_narrow_state`)."""
-    rounding_seed: int = 0
+    rounding_seed: int = _whole(0, 0)
     """Seed of stochastic rounding. The random bits depend only on the seed, the parameter's name, its number of updates
     and the element: equal seeds give equal weights under every plan and on any number of ranks."""
     explanation: str = field(default="", compare=False, repr=False)
     """Why a search chose this plan; ignored in comparisons and left out of the JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("scatter", "offloaded", "values_on_disk", "shared_frozen", "whole_layers"):
+        for name in (each.name for each in fields(self) if each.type is bool):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False")
-        for name, least, others in _WHOLE_NUMBERS:
+        for name, rule in ((each.name, each.metadata) for each in fields(self) if "least" in each.metadata):
             value = getattr(self, name)
-            if not is_whole(value, least=least) and value not in others:
-                also = "".join(f" or {other}" for other in others)
-                raise PlanError(f"{name}={value!r}: expected a whole number of at least {least}{also}")
+            if not is_whole(value, least=rule["least"]) and value not in rule["others"]:
+                also = "".join(f" or {other}" for other in rule["others"])
+                raise PlanError(f"{name}={value!r}: expected a whole number of at least {rule['least']}{also}")
         object.__setattr__(self, "reduce_dtype", reduction_dtype("reduce_dtype", self.reduce_dtype))
         _check_state(self)
         if self.narrow_state is not None:
@@ -270,15 +272,7 @@ class Plan:
         cls, *, reduce_dtype: torch.dtype | str | None = None, master: Master = "fp32", moments: Moments = "fp32"
     ) -> Self:
         """Parameters and optimizer state replicated, gradients all-reduced: [False, False, inf]."""
-        summed = reduction_dtype("reduce_dtype", reduce_dtype)
-        return cls(
-            scatter=False,
-            offloaded=False,
-            rcache_blocks="all",
-            reduce_dtype=summed,
-            master=master,
-            moments=moments,
-        )
+        return cls(scatter=False, offloaded=False, rcache_blocks="all", **_fields(locals()))
 
     @classmethod
     def zero2(
@@ -291,16 +285,7 @@ class Plan:
         moments: Moments = "fp32",
     ) -> Self:
         """Chunks scattered, gathered once a step and kept until the update: [True, False, inf]."""
-        return cls(
-            scatter=True,
-            offloaded=False,
-            rcache_blocks="all",
-            chunk_numel=chunk_numel,
-            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
-            host_checkpoints=host_checkpoints,
-            master=master,
-            moments=moments,
-        )
+        return cls(scatter=True, offloaded=False, rcache_blocks="all", **_fields(locals()))
 
     @classmethod
     def zero3(
@@ -319,21 +304,11 @@ class Plan:
         Args:
             rcache: device memory for gathered chunks, in bytes or as a string such as ``"4 GiB"``; by default the least
                 that a step needs, plus blocks to gather ahead.
-            rcache_blocks: the same as a number of blocks.
+            rcache_blocks: number of blocks for gathered chunks, or "all"; instead of `rcache`.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
             reduce_dtype, host_checkpoints, master, moments: the fields of these names.
         """
-        return cls(
-            scatter=True,
-            offloaded=False,
-            rcache_blocks=rcache_blocks,
-            rcache_bytes=size_bytes("rcache", rcache),
-            chunk_numel=chunk_numel,
-            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
-            host_checkpoints=host_checkpoints,
-            master=master,
-            moments=moments,
-        )
+        return cls(scatter=True, offloaded=False, **_fields(locals()))
 
     @classmethod
     def offload(
@@ -371,30 +346,13 @@ class Plan:
             shared_frozen: store frozen weights once for all ranks of a host, and gather them without a collective: for
                 adapters on GPUs that cannot read each other's memory.
             rcache: device memory for gathered chunks, as in `zero3`.
-            rcache_blocks, device_chunks, disk_chunks: numbers of blocks and chunks, instead of sizes.
-            chunk_numel, reduce_dtype, host_checkpoints, master, moments: as in `zero3`.
+            device_chunks: number of chunks whose state stays on the device; instead of `device`.
+            disk_chunks: number of chunks whose master weights and moments are on disk; instead of `host`.
+            rcache_blocks, chunk_numel, reduce_dtype, host_checkpoints, master, moments: as in `zero3`.
         """
         if disk_chunks is None and disk is None:
             disk_chunks = 0
-        return cls(
-            scatter=True,
-            offloaded=True,
-            rcache_blocks=rcache_blocks,
-            rcache_bytes=size_bytes("rcache", rcache),
-            device_chunks=device_chunks,
-            device_bytes=size_bytes("device", device),
-            disk_chunks=disk_chunks,
-            host_bytes=size_bytes("host", host),
-            values_on_disk=values_on_disk,
-            disk=_path("disk", disk),
-            verify=verify,
-            shared_frozen=shared_frozen,
-            chunk_numel=chunk_numel,
-            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
-            host_checkpoints=host_checkpoints,
-            master=master,
-            moments=moments,
-        )
+        return cls(scatter=True, offloaded=True, **_fields(locals()))
 
     @staticmethod
     def auto(
@@ -427,18 +385,7 @@ class Plan:
             verify: as in `offload`.
             reduce_dtype, master, moments: the fields of these names; the search counts their bytes.
         """
-        return AutoPlan(
-            step=step,
-            sample=sample,
-            hardware=_path("hardware", hardware),
-            budget_bytes=size_bytes("budget", budget),
-            accumulation=accumulation,
-            disk=_path("disk", disk),
-            verify=verify,
-            reduce_dtype=reduction_dtype("reduce_dtype", reduce_dtype),
-            master=master,
-            moments=moments,
-        )
+        return AutoPlan(**_fields(locals()))
 
     def __str__(self) -> str:
         """Lists the fields that differ from their defaults."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 
 from elixir_moe.errors import ConfigError, LayoutError, PlanError
-from elixir_moe.ext.names import Master, Moments
+from elixir_moe.ext.options import options
 from elixir_moe.ext.records import ABOVE_0, Check, Respelled, at_least, check
 from elixir_tools import settings
 from elixir_tools.models.config import GPTConfig
@@ -29,19 +29,12 @@ if TYPE_CHECKING:
     from elixir_moe.ext.plans import AutoPlan, Plan
     from elixir_tools.train.data import Text
 
-_MEANINGFUL: dict[str, tuple[str, ...]] = {
-    "ddp": ("reduce_dtype", "master", "moments"),
-    "zero2": ("chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
-    "zero3": ("rcache", "rcache_blocks", "chunk_numel", "reduce_dtype", "host_checkpoints", "master", "moments"),
-    "offload": (
-        *("device", "host", "disk", "values_on_disk", "verify", "shared_frozen", "rcache"),
-        *("rcache_blocks", "device_chunks", "disk_chunks", "chunk_numel", "reduce_dtype", "host_checkpoints"),
-        *("master", "moments"),
-    ),
-    "auto": ("hardware", "budget", "disk", "verify", "reduce_dtype", "master", "moments"),
+_SPELLED = {
+    "reduce_dtype": Respelled(lambda name: DTYPES.get(name, name)),
+    "master": Respelled(short_dtype),
+    "moments": Respelled(short_dtype),
 }
-"""By kind of plan: the settings it takes, which are the arguments of the `Plan` preset of that name."""
-_SIZES = ("rcache", "device", "host", "budget")
+"""Options of a plan that are dtypes, under any of their names."""
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
 BYTES = 256
@@ -78,69 +71,46 @@ class DataConfig:
         at_home(self, "paths")
 
 
+def _with_options(cls: type) -> type:
+    """Adds a field to a class of settings for each option of a plan; None leaves it to the preset."""
+    for option in options().values():
+        kind, where = option.type, ", ".join(option.presets)
+        spelled = _SPELLED.get(option.name)
+        cls.__annotations__[option.name] = kind if spelled is None else Annotated[kind, spelled]
+        setattr(cls, option.name, field(default=None, metadata={"help": f"{option.meaning} For {where}."}))
+    return cls
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_with_options
 class PlanConfig:
     """Where weights and optimizer state are stored, and how much memory gathered weights may use.
 
-    Sizes are per rank, in bytes or as texts such as "20 GiB".
+    Sizes are per rank, in bytes or as texts such as "20 GiB". Each argument of a preset of `Plan` is a setting.
     """
 
     kind: Literal["ddp", "zero2", "zero3", "offload", "auto"] = "zero2"
     """ddp: every rank stores everything; zero2: weights and optimizer state sharded, weights gathered once a step;
     zero3: weights gathered when used; offload: like zero3, with state in host memory; auto: search for the fastest plan
     that fits."""
-    rcache: int | str | None = None
-    """Device memory for gathered chunks (zero3, offload); null: the least a step needs, plus room to gather ahead."""
-    rcache_blocks: int | Literal["all"] | None = None
-    """Number of blocks for gathered chunks, or all; instead of rcache."""
-    device: int | str | None = None
-    """Device memory for state that stays on the device (offload); null: none stays."""
-    device_chunks: int | None = None
-    """Number of chunks whose state stays on the device, instead of device."""
-    host: int | str | None = None
-    """Host memory for state (offload); the rest goes to disk. Null: all state, or with disk as much as fits in free
-    host memory."""
-    disk: str | None = None
-    """Folder for state on disk (offload, auto); null: use no disk."""
-    disk_chunks: int | None = None
-    """Number of chunks whose master weights and moments are on disk, instead of host."""
-    values_on_disk: bool | None = None
-    """Chunks on disk keep nothing in host memory: their 16-bit weights and sums of gradients are on disk too (offload);
-    null: false."""
-    verify: bool | None = None
-    """Compare checksums of everything read from disk; null: false."""
-    shared_frozen: bool | None = None
-    """Keep frozen weights once for all ranks of a host, gathered without a collective (offload); null: false."""
-    chunk_numel: int | None = None
-    """Elements of a chunk (zero2, zero3, offload); null: the smallest length that wastes little memory."""
-    hardware: str | None = None
-    """Machine to plan for (auto): the name of one that ships with the package, or a file; null: measure this one."""
-    budget: int | str | None = None
-    """Device memory of a rank, activations included (auto); null: all free memory."""
-    reduce_dtype: Annotated[str | None, Respelled(lambda name: DTYPES.get(name, name))] = None
-    """Dtype in which gradients are summed over the ranks: float32, or the 16-bit dtype of the weights, which halves the
-    bytes on the wire over NCCL and rounds with every rank that adds; null: float32."""
 
-    host_checkpoints: int | Literal["all"] | None = None
-    """Number of layers, the first ones, whose inputs go to host memory where model.checkpoint recomputes them (zero2,
-    zero3, offload), or all; null: none."""
-    master: Annotated[Master | None, Respelled(short_dtype)] = None
-    """Master weights of the layers' matrices: fp32, or bf16, rounded stochastically; null: fp32."""
-    moments: Annotated[Moments | None, Respelled(short_dtype)] = None
-    """Moments of the layers' matrices: fp32, bf16 or int8 (codes of 8 bits); null: fp32."""
+    if TYPE_CHECKING:
+
+        def __getattr__(self, option: str) -> Any: ...
 
     def __post_init__(self) -> None:
         from elixir_moe.ext.plans import size_bytes
 
-        for name in {name for names in _MEANINGFUL.values() for name in names}:
-            if getattr(self, name) is not None and name not in _MEANINGFUL[self.kind]:
+        for name, option in options().items():
+            if getattr(self, name) is not None and self.kind not in option.presets:
                 meant = f"plan.{name} means nothing for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
         if self.disk_chunks and self.disk is None:
             raise ConfigError(f"plan.disk_chunks={self.disk_chunks} needs a folder: give plan.disk")
         try:
-            for name in _SIZES:
-                size_bytes(name, getattr(self, name), least=_LEAST_BYTES)
+            for name, option in options().items():
+                if option.is_size:
+                    size_bytes(name, getattr(self, name), least=_LEAST_BYTES)
             self.plan(_no_step, (), 1)
         except (ConfigError, PlanError) as error:
             raise ConfigError(f"plan: {error}") from None
@@ -149,7 +119,7 @@ class PlanConfig:
         """The plan; for kind "auto", the request to search one for `accumulation` runs of ``step(model, sample)``."""
         from elixir_moe.ext.plans import Plan
 
-        given = {name: value for name in _MEANINGFUL[self.kind] if (value := getattr(self, name)) is not None}
+        given = {name: value for name in options() if (value := getattr(self, name)) is not None}
         if self.kind == "auto":
             return Plan.auto(step, sample, accumulation=accumulation, **given)
         preset: Callable[..., Plan] = getattr(Plan, self.kind)

@@ -44,8 +44,8 @@ def smaller(
     """
     while plan.kind not in ("ddp", "auto") and blocks > least:
         blocks = max(least, blocks // 2)
-        kind = "zero3" if plan.kind == "zero2" else plan.kind
-        plan = replace(plan, kind=kind, rcache=None, rcache_blocks=blocks)
+        options: dict[str, Any] = {"rcache": None, "rcache_blocks": blocks}
+        plan = replace(plan, kind="zero3" if plan.kind == "zero2" else plan.kind, **options)
         yield plan, accumulation
     for more in itertools.count(accumulation + 1):
         if more > rows:

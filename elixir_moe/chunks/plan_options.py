@@ -1,0 +1,95 @@
+"""The options of plans, as settings of programs know them: names, types, presets and meanings.
+
+Reads them from the source of `plan`, where an option is written once: its field, and the presets that take it. A
+program that offers the presets offers a new option without a change. Imports no torch, so that help is quick.
+"""
+
+import ast
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from elixir_moe.names import Master, Moments
+
+PRESETS = ("ddp", "zero2", "zero3", "offload", "auto")
+"""The presets of `Plan`."""
+_OF_A_STEP = ("step", "sample", "accumulation")
+"""Arguments of `Plan.auto` that are no options: a program has a step of its own."""
+_AS_TEXT = {"os.PathLike[str]": "str", "torch.dtype": "str"}
+"""Types of arguments that a setting gives as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of presets of `Plan`."""
+
+    name: str
+    type: Any
+    """The type of a setting that gives it; None leaves it to the preset."""
+    presets: tuple[str, ...]
+    """Those that take it."""
+    meaning: str
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is given in bytes or as a text with a unit."""
+        return self.type == int | str | None
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """{name: option} of all presets; those of `Plan.offload` first."""
+    classes = {node.name: node for node in ast.parse(_source()).body if isinstance(node, ast.ClassDef)}
+    functions = {node.name: node for node in classes["Plan"].body if isinstance(node, ast.FunctionDef)}
+    presets = {name: functions[name] for name in sorted(PRESETS, key="offload".__ne__)}
+    meanings = {name.removesuffix("_bytes"): text for name, text in _of_fields(classes["Plan"])}
+    for preset in reversed(presets.values()):
+        meanings |= _of_arguments(ast.get_docstring(preset) or "")
+    types = {name: kind for preset in presets.values() for name, kind in _typed(preset)}
+    taken = {name: tuple(each for each in PRESETS if name in dict(_typed(presets[each]))) for name in types}
+    return {name: Option(name, kind, taken[name], meanings[name]) for name, kind in types.items()}
+
+
+def _source() -> str:
+    return Path(__file__).with_name("plan.py").read_text(encoding="utf-8")
+
+
+def _typed(preset: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
+    """(name, type) of the arguments of a preset that are options."""
+    for argument in preset.args.kwonlyargs:
+        if argument.arg not in _OF_A_STEP and argument.annotation is not None:
+            text = ast.unparse(argument.annotation)
+            for kind, written in _AS_TEXT.items():
+                text = text.replace(kind, written)
+            yield argument.arg, eval(text, {"Literal": Literal, "Master": Master, "Moments": Moments}) | None
+
+
+def _of_fields(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of the fields of a dataclass."""
+    for field, text in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            yield ast.unparse(field.target), _plain(ast.literal_eval(text.value))
+
+
+def _of_arguments(docstring: str) -> dict[str, str]:
+    """{name: meaning} of the arguments that a docstring explains one by one; others have a field of their name."""
+    _, _, entries = inspect.cleandoc(docstring).partition("Args:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in entries.splitlines():
+        if line.startswith("        "):
+            found[name] += f" {line}"
+        elif line.startswith("    "):
+            name, _, found[name] = line.strip().partition(": ")
+        else:
+            break
+    return {name: _plain(text) for name, text in found.items() if name.isidentifier() and "as in `" not in text}
+
+
+def _plain(text: str) -> str:
+    words = " ".join(text.replace("`", "").split()).removesuffix(".")
+    return f"{words[:1].upper()}{words[1:]}."
