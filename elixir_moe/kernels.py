@@ -1,8 +1,8 @@
 """The optimizer's arithmetic on one shard, in host or device memory.
 
-Owns the choice between the native kernels (csrc/), torch's fused ones and plain torch; never decides when a step is
-taken, and holds no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded
-parameter's traffic at six bytes a step.
+Owns the choice between the native kernels (csrc/), torch's fused ones and plain torch; never decides when to step, and
+holds no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded parameter's
+traffic at six bytes per step.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ from elixir_moe.native import native as _native
 from elixir_moe.torch_private import fused_adam, fused_adamw
 
 NORM_ROW_NUMEL = 4096
-"""Elements that are squared and summed in fp32 at a time."""
+"""Number of elements whose squares are summed in fp32 at a time."""
 HOT_NUMEL = 1 << 17
-"""Elements of each of two arrays that fit into a core's own cache together; a multiple of `NORM_ROW_NUMEL`."""
+"""Number of elements of which two arrays fit into a core's own cache; a multiple of `NORM_ROW_NUMEL`."""
 TORCH_SLICE_NUMEL = 1 << 23
-"""Elements of a slice on the torch path. Its float32 temporaries, at most five, never exceed 5 x 32 MiB, whatever the
-shard's length."""
+"""Elements of a slice on the torch path. Its float32 temporaries, at most five, never exceed 5 x 32 MiB, for any length
+of the shard."""
 FUSED_NUMEL = 1 << 30
-"""Elements of a slice of torch's fused kernel where it needs no temporaries, so that it can count them in 32 bits."""
+"""Elements of a slice of torch's fused kernel where it needs no temporaries; it counts elements in 32 bits."""
 
 CODE_BLOCK = 256
-"""Elements of a block of codes, which share an exponent."""
+"""Number of int8 codes that share an exponent."""
 
 _CORES_FOR_TWO = 8
-"""Cores of a rank from which on two are left to launching: autograd launches on a thread of its own, and so does NCCL.
+"""A rank with at least this many cores leaves two for launching kernels: autograd and NCCL launch on their own threads.
 """
 _MASTER_DTYPES = (torch.float32,)
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,29 +54,28 @@ class AdamSettings(TypedDict):
     eps: float
     """Added to the denominator."""
     weight_decay: float
-    """Decoupled from the gradient (AdamW) or added to it (Adam), as `decoupled` says."""
+    """Decoupled from the gradient (AdamW) or added to it (Adam), depending on `decoupled`."""
     step: int
     """Number of this step, counted from 1; the bias corrections depend on it."""
     grad_scale: NotRequired[float | Tensor]
     """Factor on the gradient: one over the loss scale, the clipping coefficient, or their product. On a GPU it may be a
-    scalar there. By default 1."""
+    scalar tensor. By default 1."""
     decoupled: NotRequired[bool]
-    """AdamW's weight decay rather than Adam's; by default it is."""
+    """AdamW's weight decay rather than Adam's; by default True."""
     maximize: NotRequired[bool]
-    """Ascend rather than descend; by default not."""
+    """Ascend rather than descend; by default False."""
 
 
 def _complete(settings: AdamSettings) -> AdamSettings:
-    """All settings, with defaults. Raises ValueError for a step below 1."""
+    """Returns all settings, with defaults. Raises ValueError for a step below 1."""
     if settings["step"] < 1:
         raise ValueError(f"step is {settings['step']}; the first step is 1")
     return {"grad_scale": 1.0, "decoupled": True, "maximize": False, **settings}
 
 
 def cpu_features() -> str:
-    """The code that updates shards in host memory.
-
-    "avx512", "avx2", "neon" or "scalar" (native), "torch" if none was built.
+    """Returns the code that updates shards in host memory: "avx512", "avx2", "neon" or "scalar" (native), or "torch" if
+    no native code was built.
     """
     return "torch" if _native is None else _native.cpu_features()
 
@@ -84,20 +83,20 @@ def cpu_features() -> str:
 def spare_tiles() -> None:
     """Makes torch multiply without matrix tiles (AMX) on a CPU that announces but refuses them, as in some VMs.
 
-    There its first bf16 product would end the process. Call it before any product (`em.init_mesh` and `em.wrap` do, and
-    the command line): torch's library (oneDNN) reads the environment variable once. Processes started later inherit the
-    variable. A value set by the user stays.
+    On such a CPU the first bf16 product would end the process. Call this before any product (`em.init_mesh`, `em.wrap`
+    and the command line do): torch's library (oneDNN) reads the environment variable once. Processes started later
+    inherit the variable. A value set by the user stays.
     """
     if _native is not None and _native.tiles_trap():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def host_threads(device: torch.device) -> int:
-    """The number of threads for shards in host memory, if forward runs on `device`.
+    """Returns the number of threads for shards in host memory, if forward runs on `device`.
 
-    On a CPU it is torch's. With a GPU the cores are free, though torchrun lets torch use only one: each rank of this
-    machine has the cores that its launcher has bound it to, or else an equal share of all. One or two of them are left
-    to the threads that launch kernels. It is torch's number if that is larger, as far as cores are left.
+    On a CPU it is torch's number. With a GPU the cores are free, though torchrun lets torch use only one: each rank of
+    this machine has the cores that its launcher has bound it to, or an equal share of all. One or two of them are left
+    for the threads that launch kernels. If torch's number is larger, it is used as far as there are cores.
     """
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -108,12 +107,12 @@ def host_threads(device: torch.device) -> int:
 
 
 def helpers(threads: int) -> int:
-    """The number of helper threads that `threads` allow, since each computes with as many as torch uses."""
+    """Returns the number of helper threads that `threads` allow; each computes with as many threads as torch uses."""
     return max(1, threads // torch.get_num_threads())
 
 
 def work_on(device: torch.device) -> None:
-    """Makes the calling thread work on `device`: by default it uses the first GPU, perhaps another rank's."""
+    """Makes `device` the current one of the calling thread, whose default is the first GPU, maybe another rank's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -123,24 +122,24 @@ def _without_launching(cores: int) -> int:
 
 
 def _is_bound(cores: int) -> bool:
-    """Whether this rank's `cores` are its own: fewer than its launcher has, as numactl, Slurm and MPI bind them.
+    """Whether this rank's `cores` are its own: fewer than its launcher has, as bound by numactl, Slurm or MPI.
 
-    torchrun is the parent of its ranks, and may itself be confined to a part of the machine, which they share. Others
-    launch on a whole machine.
+    torchrun is the parent of its ranks, and may itself be confined to a part of the machine, which they share. Other
+    launchers use a whole machine.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return cores < (len(_cores_of(os.getppid())) if under_torchrun else os.cpu_count() or 1)
 
 
 def _cores_of(process: int) -> Collection[int]:
-    """The cores on which a process may run, 0 being this one; all of them where the system does not bind any."""
+    """Returns the cores on which a process may run (0: this process); all of them if the system cannot bind any."""
     return os.sched_getaffinity(process) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | Tensor:
-    """The sum of squares of a flat gradient shard, of any floating dtype; as exact as fp64 to about 1e-6.
+    """Sums the squares of a flat gradient shard of any floating dtype; agrees with an fp64 sum to about 1e-6.
 
-    A float for a shard in host memory; for a shard on a GPU an fp64 scalar there, without a wait.
+    Returns a float for a shard in host memory; for a shard on a GPU an fp64 scalar on it, without a wait.
 
     Rows of `NORM_ROW_NUMEL` are summed in fp32 and the rows in fp64: one fp32 sum over tens of millions of elements is
     off by 1e-4, and fp64 throughout takes ten times as long on a CPU. The native kernel runs on `threads`, by default
@@ -161,9 +160,10 @@ def sum_of_squares(gradient: Tensor, *, threads: int | None = None) -> float | T
 
 
 def add_and_square(total: Tensor, term: Tensor) -> float | None:
-    """Adds `term` to `total`, both flat; returns `sum_of_squares` of the result, or None on a GPU, where it takes time.
+    """Adds `term` to `total`, both flat; returns `sum_of_squares` of the result, or None on a GPU.
 
-    Works slice by slice, so that sums are squared before they leave the cache: the norm costs no pass over memory.
+    Works slice by slice, so that sums are squared before they leave the cache: the norm costs no pass over memory. On a
+    GPU it would cost one.
     """
     if total.device.type != "cpu":
         total.add_(term)
@@ -192,22 +192,22 @@ def adam_step(
 
     The arithmetic is that of `torch.optim.Adam` and `AdamW` in float32, on the gradient `grad.float() * grad_scale`.
     In host memory the order of operations is that of their one-tensor form: from equal gradients the moments equal
-    torch's to the bit (where torch runs on AVX2 or better), and so does the weight but for torch's square root, which
-    may be an ulp off the IEEE one. On a GPU it is torch's own fused kernel: one for a gradient in float32 without a
-    compute shard, and a cast before it or behind it otherwise.
+    torch's to the bit (where torch runs on AVX2 or better), and so does the weight except for torch's square root,
+    which may be an ulp off the IEEE one. On a GPU torch's own fused kernel is used, with a cast before it unless the
+    gradient is in float32, and a cast after it if there is a compute shard.
 
     Args:
         master: The shard's weight, float32, shape (numel,), contiguous, on any device. Updated in place.
         exp_avg: The first moment, like `master`. Updated in place.
         exp_avg_sq: The second moment, like `master`. Updated in place.
-        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Only read, but on a GPU, where
-            one in float32 may be scaled afterwards.
-        compute: Where the new weight goes, bfloat16 or float16, same shape and device, rounded to nearest even as
-            `Tensor.to` does; None where the master shard is itself the compute shard. May be the very memory of `grad`
-            if that is of a 16-bit dtype too.
+        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Read only, except on a GPU,
+            where a gradient in float32 may be scaled afterwards.
+        compute: Gets the new weight, bfloat16 or float16, same shape and device, rounded to nearest even like
+            `Tensor.to`; None if the master shard is itself the compute shard. May share the memory of `grad` if that
+            has a 16-bit dtype too.
         threads: Threads of the native kernel; by default as many as torch uses on this thread.
-        skip: On a GPU, an fp32 scalar there: if it is 1, weight and moments stay, and `compute` gets the weight again.
-        count, divisor: On a GPU, `step` and `divisor_of` the gradient's scale as fp32 scalars there, if the caller has
+        skip: On a GPU, an fp32 scalar on it: if it is 1, weight and moments stay, and `compute` gets the weight again.
+        count, divisor: On a GPU, `step` and `divisor_of` the gradient's scale as fp32 scalars on it, if the caller has
             them: steps that share them launch no kernels for them.
         settings: `AdamSettings` by name.
 
@@ -228,12 +228,10 @@ def adam_step(
         divisor = divisor_of(settings["grad_scale"], master.device) if divisor is None else divisor
         _fused_step(master, exp_avg, exp_avg_sq, grad, compute, skip, count, divisor, **settings)
     elif _native is None or master.device.type != "cpu":
-        assert skip is None, "the host knows whether it steps"
+        assert skip is None, "on the CPU, the host decides whether to step"
         _torch_step(master, exp_avg, exp_avg_sq, grad, compute, **settings)
     else:
-        assert skip is None and not isinstance(settings["grad_scale"], Tensor), (
-            "the host knows both numbers of a step of its own"
-        )
+        assert skip is None and not isinstance(settings["grad_scale"], Tensor), "on the CPU, the host knows both"
         _native.adam_step(  # capsules: the arrays' own `__dlpack__` would cost more than a short shard's step
             to_dlpack(master),
             to_dlpack(exp_avg),
@@ -261,27 +259,29 @@ def _check(name: str, array: Tensor, master: Tensor, dtypes: tuple[torch.dtype, 
 class Rounding:
     """The place of a run of elements among all random bits of stochastic rounding.
 
-    Bits depend on this and on the element's index alone, so they are the same however a parameter is cut.
+    The bits depend only on this and on the element's index, so they are the same however a parameter is cut.
     """
 
     key: tuple[int, int]
-    """Two words of 32 bits: of the seed, the parameter and the step."""
+    """Two words of 32 bits, a hash of the seed, the parameter and the step."""
     first: int = 0
     """The index of the first element, modulo 2^32."""
 
     @classmethod
     def of(cls, seed: int, parameter: str, step: int, first: int) -> "Rounding":
-        """The rounding of a parameter's elements from number `first` on, one of its `windows`."""
+        """Returns the rounding of a parameter's elements from number `first` on, within one of its `windows`."""
         window, low = divmod(first, _WINDOW)
         digest = hashlib.blake2b(f"{seed}/{step}/{window}/{parameter}".encode(), digest_size=8).digest()
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")), low)
 
     def behind(self, numel: int) -> "Rounding":
-        """The rounding of the elements of the run behind its first `numel`."""
+        """Returns the rounding of the run without its first `numel` elements."""
         return Rounding(self.key, (self.first + numel) % _WINDOW)
 
     def words(self, start: int, numel: int, device: torch.device) -> Tensor:
-        """The random words of `numel` elements from number `start` of the run on, int64 below 2^32 (csrc/narrow.hpp).
+        """Returns the random words of `numel` elements from element `start` of the run on: int64 below 2^32.
+
+        The same words as in csrc/narrow.hpp.
 
         Source: the 32-bit finalizer "lowbias32" of C. Wellons.
         """
@@ -295,9 +295,9 @@ _WINDOW = 1 << 32
 
 
 def windows(first: int, numel: int, *, coded: bool) -> list[tuple[int, int]]:
-    """(start, stop) of the parts of a run from element `first` of a parameter on, each with random bits of its own.
+    """Returns (start, stop) of the parts of a run from element `first` of a parameter on, each with its own `Rounding`.
 
-    A part ends at a multiple of 2^32, or, `coded`, behind the block of codes that has it.
+    A part ends at a multiple of 2^32; with `coded`, after the block of codes around it.
     """
     step = CODE_BLOCK if coded else 1
     cuts = range((first // _WINDOW + 1) * _WINDOW - first, numel, _WINDOW)
@@ -306,12 +306,12 @@ def windows(first: int, numel: int, *, coded: bool) -> list[tuple[int, int]]:
 
 
 def _one_nan(x: Tensor) -> Tensor:
-    """fp32 values whose NaNs are all the same one: random bits that are added below CUDA's would overflow into zero."""
+    """Replaces all NaNs by the same one: adding random bits to CUDA's NaN would overflow to zero."""
     return torch.where(x.isnan(), torch.nan, x)
 
 
 def _to_bfloat16(x: Tensor, random: Tensor | None, *, above_zero: bool = False) -> Tensor:
-    """fp32 values in bf16, rounded with 16 `random` bits each or to the nearest. `above_zero`: what is not 0 stays."""
+    """Rounds fp32 values to bf16, with 16 `random` bits each or to the nearest. With `above_zero`, only 0 becomes 0."""
     if random is None:
         found = x.to(torch.bfloat16)
     else:
@@ -324,7 +324,7 @@ def _to_bfloat16(x: Tensor, random: Tensor | None, *, above_zero: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class _Coding:
-    """How a moment is coded, with csrc/narrow.hpp's names."""
+    """The constants of a moment's int8 coding, with the names of csrc/narrow.hpp."""
 
     shift: int
     half: int
@@ -332,7 +332,7 @@ class _Coding:
     first: int
 
     def bases(self, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For each block, (blocks, 1): what fine and coarse steps are counted from, and the least code above zero."""
+        """Returns, as (blocks, 1), the bases of fine and coarse steps and the least code above zero for each block."""
         fine = ((exponents.int() + 1) << (23 - self.shift)).unsqueeze(1) - self.half
         coarse = fine // 4 - self.half
         return fine - self.half, coarse, (self.first - coarse).clamp(min=1)
@@ -343,19 +343,19 @@ _SQ = _Coding(shift=18, half=128, least=99, first=96 << 3)
 
 
 def _in_blocks(values: Tensor) -> Tensor:
-    """Flat values as (blocks, `CODE_BLOCK`), with zeros behind the last."""
+    """Reshapes flat values to (blocks, `CODE_BLOCK`), padded with zeros."""
     rest = -values.numel() % CODE_BLOCK
     padded = torch.cat((values, values.new_zeros(rest))) if rest else values
     return padded.view(-1, CODE_BLOCK)
 
 
 def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, random: Tensor | None = None) -> None:
-    """Writes flat values as `codes` of 8 bits, uint8, and an exponent for each block, as csrc/narrow.hpp says.
+    """Encodes flat values as 8-bit `codes` and an exponent for each block; csrc/narrow.hpp has the format.
 
     Args:
-        values: floats; of a second moment, not `signed`, none is below 0.
-        codes: as many.
-        exponents: uint8, one for each `CODE_BLOCK` elements; the last block may be shorter.
+        values: floats; second moments (not `signed`) are at least 0.
+        codes: uint8, as many as `values`.
+        exponents: uint8, one per `CODE_BLOCK` elements; the last block may be shorter.
         signed: whether these are first moments.
         random: the random word of each element, int64; None rounds to the nearest.
     """
@@ -379,7 +379,7 @@ def encode(values: Tensor, codes: Tensor, exponents: Tensor, *, signed: bool, ra
 
 
 def decode(codes: Tensor, exponents: Tensor, *, signed: bool, first: int = 0) -> Tensor:
-    """The values of codes: bf16 of first moments, fp32 of second ones, which hold each of them exactly.
+    """Decodes codes exactly: to bf16 for first moments, to fp32 for second moments.
 
     `first` is the first code's place in its block.
     """
@@ -413,18 +413,18 @@ def narrow_step(
     skip: Tensor | None = None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """`adam_step` on a shard whose weight or moments have fewer bytes than fp32, rounded stochastically.
+    """Takes an Adam step on a shard whose weight or moments have fewer bytes than fp32, rounded stochastically.
 
-    The arithmetic, in fp32, and what each array keeps of it are in csrc/narrow.hpp: the same bits on every device. On
-    the CPU the native kernel does it in one pass, elsewhere torch's operators do it on slices in fp32.
+    csrc/narrow.hpp defines the arithmetic, in fp32, and the format of each array: the same bits on every device. On the
+    CPU the native kernel does it in one pass; elsewhere torch's operators do it on slices in fp32.
 
     Args:
         weight: The shard's weight, fp32 or bf16, shape (numel,), contiguous. Updated in place.
         exp_avg: The first moment. Updated in place.
         exp_avg_sq: The second moment, of the same kind. Updated in place.
-        grad: The gradient shard, float32, bfloat16 or float16. Only read.
-        compute: Where the new fp32 weight goes, rounded to the nearest, as in `adam_step`; not for a weight in bf16,
-            which is itself sent.
+        grad: The gradient shard, float32, bfloat16 or float16. Read only.
+        compute: Gets the new fp32 weight, rounded to the nearest, as in `adam_step`; None for a weight in bf16, which
+            is itself the compute shard.
         rounding: The random bits of this run.
         threads, skip, settings: As in `adam_step`.
     """
@@ -432,9 +432,7 @@ def narrow_step(
     if _native is None or weight.device.type != "cpu":
         _torch_narrow(weight, exp_avg, exp_avg_sq, grad, compute, rounding, skip, settings)
         return
-    assert skip is None and not isinstance(settings["grad_scale"], Tensor), (
-        "the host knows both numbers of a step of its own"
-    )
+    assert skip is None and not isinstance(settings["grad_scale"], Tensor), "on the CPU, the host knows both"
     avg, avg_exponents = exp_avg if isinstance(exp_avg, tuple) else (exp_avg, None)
     sq, sq_exponents = exp_avg_sq if isinstance(exp_avg_sq, tuple) else (exp_avg_sq, None)
 
@@ -462,24 +460,24 @@ def _torch_narrow(
     skip: Tensor | None,
     settings: AdamSettings,
 ) -> None:
-    """The same step with torch's operators, on any device: those of csrc/narrow.hpp, one after another."""
+    """Takes the step of `narrow_step` with torch's operators, on any device, in the order of csrc/narrow.hpp."""
     for start in range(0, weight.numel(), TORCH_SLICE_NUMEL):
         part = slice(start, min(start + TORCH_SLICE_NUMEL, weight.numel()))
         before = weight[part].float(), _widened(exp_avg, part, signed=True), _widened(exp_avg_sq, part, signed=False)
         p, m, v = _updated(*before, grad[part].float(), settings)
-        if skip is not None:  # what was read is on the grids, where it is rounded to itself
+        if skip is not None:  # old values are exactly representable, so rounding keeps them
             p, m, v = (torch.where(skip == 1, old, new) for old, new in zip(before, (p, m, v), strict=True))
         words = rounding.words(start, part.stop - start, weight.device)
         weight[part] = _to_bfloat16(p, words & 0xFFFF) if weight.dtype == torch.bfloat16 else p
         if compute is not None:
             compute[part] = p.to(compute.dtype)
         coded = isinstance(exp_avg, tuple)
-        _leave(exp_avg, part, m, words if coded else words >> 8 & 0xFFFF, signed=True)
-        _leave(exp_avg_sq, part, v, words if coded else words >> 16, signed=False)
+        _write_moment(exp_avg, part, m, words if coded else words >> 8 & 0xFFFF, signed=True)
+        _write_moment(exp_avg_sq, part, v, words if coded else words >> 16, signed=False)
 
 
 def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after the step, fp32; every operation is rounded by itself, and scalars are once."""
+    """Returns weight and moments after the step in fp32; each operation is rounded separately, and scalars once."""
 
     def once(x: float) -> float:
         return torch.tensor(x, dtype=torch.float32, device="cpu").item()
@@ -498,19 +496,19 @@ def _updated(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamSettings) -> tup
 
 
 def _blocks(part: slice) -> slice:
-    """The exponents of elements that begin at a block."""
+    """Returns the exponents' slice for elements that begin at a block."""
     return slice(part.start // CODE_BLOCK, -(-part.stop // CODE_BLOCK))
 
 
 def _widened(moment: Moment, part: slice, *, signed: bool) -> Tensor:
-    """A part of a moment in fp32: a copy."""
+    """Returns a copy of a part of a moment in fp32."""
     if isinstance(moment, tuple):
         return decode(moment[0][part], moment[1][_blocks(part)], signed=signed).float()
     return moment[part].to(torch.float32, copy=True)
 
 
-def _leave(moment: Moment, part: slice, values: Tensor, random: Tensor, *, signed: bool) -> None:
-    """Writes a part of a moment."""
+def _write_moment(moment: Moment, part: slice, values: Tensor, random: Tensor, *, signed: bool) -> None:
+    """Writes a part of a moment, rounded to its dtype."""
     if isinstance(moment, tuple):
         encode(values, moment[0][part], moment[1][_blocks(part)], signed=signed, random=random)
     elif moment.dtype == torch.bfloat16:
@@ -520,7 +518,7 @@ def _leave(moment: Moment, part: slice, values: Tensor, random: Tensor, *, signe
 
 
 def _torch_names(settings: AdamSettings) -> dict[str, Any]:
-    """What torch's functional Adams take of the settings."""
+    """Selects the settings that torch's functional Adams accept."""
     names = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize")
     return {"amsgrad": False, **{name: value for name, value in settings.items() if name in names}}
 
@@ -534,13 +532,13 @@ def _torch_step(
     compute: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """The same step with torch's own functional Adam: any device, no native code."""
+    """Takes the step of `adam_step` with torch's own functional Adam: any device, no native code."""
     for start in range(0, master.numel(), TORCH_SLICE_NUMEL):
         part = slice(start, start + TORCH_SLICE_NUMEL)
         scaled = grad[part].float()
         scale = settings["grad_scale"]
         if isinstance(scale, Tensor) or scale != 1.0:
-            scaled = scaled * scale  # not in place: `float()` of a float32 gradient is no copy
+            scaled = scaled * scale  # not in place: `float()` does not copy a float32 gradient
         torch_adam(
             [master[part]],
             [scaled],
@@ -559,12 +557,12 @@ def _torch_step(
 
 
 def fuses(device: torch.device) -> bool:
-    """Whether a shard there takes its step by torch's fused kernel."""
+    """Whether shards on this device use torch's fused kernel."""
     return device.type == "cuda"
 
 
 def divisor_of(scale: float | Tensor, device: torch.device) -> Tensor | None:
-    """What the fused kernel divides a gradient by to multiply it with `scale`: a scalar; None for a scale of 1."""
+    """Returns the scalar by which the fused kernel divides a gradient to multiply it with `scale`; None for 1."""
     if isinstance(scale, Tensor):
         return scale.reciprocal().float()
     value = 1 / scale if scale else math.inf
@@ -582,7 +580,7 @@ def _fused_step(
     divisor: Tensor | None,
     **settings: Unpack[AdamSettings],
 ) -> None:
-    """The same step with torch's fused kernel, which takes float32 alone."""
+    """Takes the step of `adam_step` with torch's fused kernel, which accepts only float32."""
     step = fused_adamw if settings["decoupled"] else fused_adam
     numel = FUSED_NUMEL if grad.dtype == torch.float32 else TORCH_SLICE_NUMEL
     for start in range(0, master.numel(), numel):

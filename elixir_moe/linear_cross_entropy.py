@@ -1,13 +1,13 @@
 """The cross-entropy of a linear head without its logits.
 
-Owns `linear_cross_entropy`: the head's products and their gradients, a chunk of tokens at a time. Knows nothing of
-ranks, chunks of parameters or plans: a weight that is sharded is gathered because these are functions that read it.
+Owns `linear_cross_entropy`: the head's products and their gradients, a chunk of tokens at a time. Never knows ranks,
+chunks of parameters or plans: a sharded weight is gathered because these are functions that read it.
 
-    whole head   one product for the logits; their gradient is used at once for those of tokens and weight, so that
-                 backward only scales them and needs no weight
-    tiled head   each tile gives its part of the sum of exponentials, and computes its logits again in backward, so
-                 that one tile is gathered at a time
-    of bytes     either of them: some rows of the weight are decoded at a time, in the dtype of a product of the tokens
+    whole head      one product for the logits; their gradient is immediately turned into those of tokens and weight, so
+                    that backward only scales them and does not need the weight
+    tiled head      each tile computes its part of the sum of exponentials, and its logits again in backward, so that
+                    one tile is gathered at a time
+    quantized head  whole or tiled; some rows of the weight are decoded at a time, in the dtype of the product
 
 Shape letters: N tokens with a label, d width, V vocabulary. Source: Cut Your Losses (2411.09009) for the idea.
 """
@@ -33,7 +33,7 @@ from elixir_moe.torch_private import keeps_graph
 
 _CHUNK_BYTES = 64 * 2**20
 _CACHED_BYTES = 4 * 2**20
-"""Of a weight that a CPU widens or decodes at once: its product then finds them in the cache."""
+"""Bytes of a weight that a CPU widens or decodes at a time: the product then finds them in the cache."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -49,21 +49,21 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
-    """The loss ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without the logits as a whole; () fp32.
+    """Computes ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits; () fp32.
 
     Labels are not shifted. Tokens whose label is `ignore_index` cost no product. Logits, their sums and the gradient of
-    the weight are in fp32, and products take their operands in the weight's dtype. A head that scales its logits is
-    served by ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
+    the weight are in fp32; operands of products are in the weight's dtype. For a head that scales its logits, pass
+    ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
 
-    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. Of a
-    head that `em.quantize` has made bytes, at most `chunk_bytes` of weights are decoded at a time.
+    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. If
+    `em.quantize` has quantized the head, at most `chunk_bytes` of weights are decoded at a time.
 
     Args:
-        hidden: (..., d), what the head is given.
-        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not; of a quantized head
-            the head.
+        hidden: (..., d), the input of the head.
+        weight: (V, d); or the head itself, a Linear or an Embedding, tiled by `em.tile` or not. A quantized head must
+            be passed itself.
         labels: (...) integers from 0 to V - 1, or `ignore_index`.
-        bias: (V,); that of a head is found by itself.
+        bias: (V,); leave it out with a head, whose own bias is used.
         ignore_index: the label of tokens that do not count.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)``, as in Gemma's heads.
@@ -71,8 +71,8 @@ def linear_cross_entropy(
         chunk_bytes: most bytes of logits at once. Two such buffers exist.
 
     Raises:
-        ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a module that
-            does more than a product (one with adapters, say), or a DTensor.
+        ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a DTensor, or
+            a module that does more than a product (for example one with adapters).
     """
     tiles = [_as_computed(tile, hidden) for tile in _tiles_of(weight, bias)]
     head = _Head(label_smoothing=label_smoothing, softcap=softcap, chunk_bytes=chunk_bytes)
@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """What happens to logits."""
+    """The settings of the loss."""
 
     label_smoothing: float
     softcap: float | None
@@ -113,17 +113,17 @@ class _Part(NamedTuple):
     """Consecutive rows of the head's weight, and of its bias."""
 
     weight: Tensor
-    """(rows, d), or their codes."""
+    """(rows, d), or the codes of a quantized weight."""
     bias: Tensor | None
     scales: Tensor | None = None
-    """Of codes."""
+    """The scales of a quantized weight."""
     packed: Packed | None = None
-    """What codes and scales are."""
+    """The format of a quantized weight."""
     dtype: torch.dtype | None = None
-    """Of the operands of products, once the tokens are known."""
+    """The dtype of the operands of products, once the tokens are known."""
 
     def values(self) -> "_Weight":
-        """The weight that was given, or the one that its bytes are."""
+        """The weight itself, or one that decodes its bytes."""
         if self.packed is None or self.scales is None:
             return self.weight
         assert self.dtype is not None
@@ -131,32 +131,32 @@ class _Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight, if it were decoded."""
+        """The shape of the (decoded) weight."""
         return tuple(self.weight.shape) if self.packed is None else (len(self.weight), self.packed.shape[-1])
 
 
 def _tiles_of(weight: Tensor | nn.Module, bias: Tensor | None) -> list[_Part]:
-    """The parts of a head, in their order."""
+    """Returns the parts of a head, in order."""
     if isinstance(weight, nn.Module):
         if bias is not None:
-            raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or give its weight")
+            raise ConfigError("linear_cross_entropy: a head has its own bias: leave bias= out, or pass head.weight")
         parts = [child for child in weight.children() if any(map(tile_of, child.parameters(recurse=False)))] or [weight]
         if any(type(part) not in (nn.Linear, RegatherLinear, QuantizedLinear, nn.Embedding) for part in parts):
             raise ConfigError(
-                f"linear_cross_entropy of a head {type(weight).__name__}: expected a Linear or an Embedding, tiled or "
-                f"not; a module with adapters or another forward computes its own logits"
+                f"linear_cross_entropy of a head of class {type(weight).__name__}: expected a Linear or an Embedding, "
+                f"tiled or not; a module with adapters or another forward computes its own logits"
             )
         found = [_part_of(part) for part in parts]
     else:
         found = [_Part(weight, bias)]
     if any(is_dtensor(part.weight) for part in found):
         raise ConfigError(
-            "linear_cross_entropy of a head that is a DTensor: give the local rows of a head that is whole"
+            "linear_cross_entropy of a head that is a DTensor: pass the local tensor of a head that is not sharded"
         )
     if any(part.packed is None and not part.weight.is_floating_point() for part in found):
         raise ConfigError(
-            f"linear_cross_entropy: weight is {found[0].weight.dtype}: expected a floating dtype; of a quantized head, "
-            f"whose weight is bytes, give the head itself"
+            f"linear_cross_entropy: weight is {found[0].weight.dtype}: expected a floating dtype; if the head is "
+            f"quantized, pass the head itself"
         )
     return found
 
@@ -190,7 +190,7 @@ def _check_shapes(hidden: Tensor, labels: Tensor, tiles: Sequence[_Part]) -> Non
 
 
 def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(N, d) tokens and (N,) int64 labels that count. The host waits for the device. Raises ConfigError."""
+    """Selects the (N, d) tokens and (N,) int64 labels that count. The host waits for the device. Raises ConfigError."""
     labels = labels.to(hidden.device, torch.int64)
     if not (has_data(labels) and has_data(hidden)):
         return hidden, labels
@@ -207,7 +207,7 @@ def _with_labels(hidden: Tensor, labels: Tensor, vocabulary: int, ignore_index: 
 
 
 def _computed(function: type[torch.autograd.Function], rows: Tensor, part: _Part, labels: Tensor, head: _Head) -> Any:
-    """Applies `_Whole` or `_Tile`. A parameter of a wrapped model is gathered first, and this called again."""
+    """Applies `_Whole` or `_Tile`; a parameter of a wrapped model is gathered first, through ``__torch_function__``."""
     given = part.weight, part.bias, part.scales
     if has_torch_function(given):
         return handle_torch_function(_computed, given, function, rows, part, labels, head)
@@ -218,7 +218,7 @@ def _computed(function: type[torch.autograd.Function], rows: Tensor, part: _Part
 
 
 class _Whole(torch.autograd.Function):
-    """The sum of all losses, (). Gradients are computed in forward, where the logits are."""
+    """Returns the sum of all losses, (). Computes gradients in forward, where the logits are."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *given: Any) -> Tensor:
@@ -245,13 +245,13 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again = keeps_graph()  # then another backward wants the same sums
+        reused = keeps_graph()  # another backward may need the same sums
         scaled: list[Tensor | None] = []
         for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if sums is None:
                 scaled.append(None)
             else:
-                scaled.append((sums * grads[0] if again else sums.mul_(grads[0])).to(dtype))
+                scaled.append((sums * grads[0] if reused else sums.mul_(grads[0])).to(dtype))
         return *scaled, *(None,) * 6
 
 
@@ -259,9 +259,9 @@ class _Whole(torch.autograd.Function):
 
 
 def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
-    """As `_Whole`: the sums of exponentials of all tiles are joined."""
+    """Returns the sum of all losses, combined from the sums of exponentials of all tiles."""
     first, found = 0, []
-    rows = rows.to(_wide(rows))  # whose gradients are summed over tiles
+    rows = rows.to(_wide(rows))  # the gradients of tokens are summed over tiles
     for tile in tiles:
         found.append(_computed(_Tile, rows, tile, labels - first, head))
         first += len(tile.weight)
@@ -273,7 +273,7 @@ def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) ->
 
 
 class _Tile(torch.autograd.Function):
-    """As `_Chunk.statistics`, of all tokens. Logits are computed again in backward."""
+    """Computes `_Chunk.statistics` for all tokens. Computes the logits again in backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -307,13 +307,13 @@ class _Tile(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """A weight of bytes, which decodes the rows that are asked for."""
+    """A quantized weight that decodes the rows it is indexed with."""
 
     codes: Tensor
     scales: Tensor
     packed: Packed
     dtype: torch.dtype
-    """Of decoded rows."""
+    """The dtype of decoded rows."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -331,7 +331,7 @@ _Weight = Tensor | _Decoded
 
 
 def _wide(tensor: _Weight) -> torch.dtype:
-    """The dtype of sums: fp32, or fp64 of fp64."""
+    """The dtype of sums: fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -342,13 +342,13 @@ class _Chunk:
     logits: Tensor
     """(n, V) fp32."""
     spare: Tensor
-    """Memory as large as the logits."""
+    """Scratch memory of the size of the logits."""
     labels: Tensor
     """(n,), counted from the first row of this part of the head."""
     head: _Head
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) each: logarithm of the sum of exponentials, logit of the label or 0 if it is not here, sum of logits."""
+        """Returns three (n,): log of the sum of exponentials, logit of the label or 0 if not here, sum of logits."""
         most = self.logits.amax(1, keepdim=True)
         torch.sub(self.logits, most, out=self.spare).exp_()
         sums = self.spare.sum(1).log_().add_(most.squeeze(1))
@@ -358,7 +358,7 @@ class _Chunk:
 
     def to_gradient(self, sums: Tensor, of_sums: Tensor, of_picked: Tensor, of_totals: Tensor) -> None:
         """Turns logits into their gradient, given `sums` of `statistics` and the gradients of what it returned."""
-        if self.head.softcap is not None:  # the derivative of the cap, before its logits are gone
+        if self.head.softcap is not None:  # the derivative of the cap, before its logits are overwritten
             torch.div(self.logits, self.head.softcap, out=self.spare).square_().neg_().add_(1.0)
         grad = self.logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
         columns, inside = self._columns()
@@ -369,7 +369,7 @@ class _Chunk:
             grad.mul_(self.spare)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """((n, 1) column of each label, (n,) whether it has one here)."""
+        """Returns ((n, 1) column of each label, (n,) whether the label is in this part of the head)."""
         inside = (self.labels >= 0) & (self.labels < self.logits.shape[1])
         return self.labels.where(inside, 0).unsqueeze(1), inside
 
@@ -377,7 +377,7 @@ class _Chunk:
 def _chunks(
     rows: Tensor, weight: _Weight, bias: Tensor | None, labels: Tensor, head: _Head
 ) -> Iterator[tuple[slice, _Chunk]]:
-    """The tokens' places and logits, chunk by chunk, in the same memory."""
+    """Yields the slice of tokens and the logits of each chunk, all in the same memory."""
     size = max(1, head.chunk_bytes // max(1, len(weight) * _wide(weight).itemsize))
     memory = [rows.new_empty(min(size, len(rows)), len(weight), dtype=_wide(weight)) for _ in range(2)]
     for _, part in pieces(cut(len(rows), size), rows):
@@ -392,11 +392,11 @@ def _chunks(
 
 @dataclass(slots=True)
 class _Gradients:
-    """Sums of gradients; None for what needs none."""
+    """Sums of gradients; None for tensors that need no gradient."""
 
     dtype: torch.dtype
     rows: Tensor | None
-    """(N, d), in the tokens' dtype; fp32 for fp16, which might overflow before a loss scale undoes it."""
+    """(N, d), in the tokens' dtype; fp32 for fp16, which might overflow before it is unscaled."""
     weight: Tensor | None
     bias: Tensor | None
 
@@ -412,10 +412,10 @@ class _Gradients:
         )
 
     def add(self, grad: Tensor, rows: Tensor, part: slice, weight: _Weight, most_bytes: int) -> None:
-        """Adds what the (n, V) gradient of the logits of `rows`, the tokens at `part`, gives."""
+        """Adds the gradients that follow from the (n, V) gradient of the logits of `rows`, the tokens at `part`."""
         if self.bias is not None:
             self.bias += grad.sum(0)
-        if grad.is_cuda:  # products take both operands in one dtype
+        if grad.is_cuda:  # products need both operands in one dtype
             grad = grad.to(weight.dtype)
         if self.rows is not None:
             _to_tokens(grad, weight, self.rows[part], most_bytes)
@@ -430,9 +430,9 @@ class _Gradients:
 
 
 def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
-    """Rows of the weight whose bytes in the dtype of sums are at most `most_bytes`, and fewer `on` a CPU.
+    """Yields slices of the weight's rows with at most `most_bytes` in the dtype of sums, and fewer `on` a CPU.
 
-    Tensors without data stand for those of an accelerator: a trace would spend its time on the small blocks of a CPU.
+    Fake tensors count as those of an accelerator: a trace would spend its time on the small blocks of a CPU.
     """
     if not on.is_cuda and has_data(on):
         most_bytes = min(most_bytes, _CACHED_BYTES)
@@ -464,7 +464,7 @@ def _to_tokens(grad: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> N
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` of 16-bit numbers, in fp32; a CPU has no such product, so its operands are widened."""
+    """Returns ``left @ right`` of 16-bit operands in fp32; a CPU has no such product, so the operands are widened."""
     wide = torch.promote_types(_wide(left), _wide(right))
     if left.is_cuda and left.dtype == right.dtype != wide:
         return torch.mm(left, right, out_dtype=wide)

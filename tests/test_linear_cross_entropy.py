@@ -176,8 +176,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
     "smoothing": (lambda h, w, y: em.linear_cross_entropy(h, w, y, label_smoothing=1.5), "expected 0 to 1"),
     "softcap": (lambda h, w, y: em.linear_cross_entropy(h, w, y, softcap=0.0), "above 0"),
     "chunk": (lambda h, w, y: em.linear_cross_entropy(h, w, y, chunk_bytes=0), "at least 1"),
-    "codes": (lambda h, w, y: em.linear_cross_entropy(h, w.detach().byte(), y), "uint8.*give the head itself"),
-    "another head": (lambda h, w, y: em.linear_cross_entropy(h, Adapted(D, V), y), "head Adapted"),
+    "codes": (lambda h, w, y: em.linear_cross_entropy(h, w.detach().byte(), y), "uint8.*pass the head itself"),
+    "another head": (lambda h, w, y: em.linear_cross_entropy(h, Adapted(D, V), y), "Adapted"),
     "two biases": (lambda h, w, y: em.linear_cross_entropy(h, nn.Linear(D, V), y, bias=w[0]), "its own bias"),
 }
 

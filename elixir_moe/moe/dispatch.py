@@ -1,18 +1,18 @@
-"""The way of tokens to the ranks of their experts and back.
+"""The movement of tokens to the ranks of their experts and back.
 
-Owns the permutations and the all-to-all. Decides nothing about routing, multiplies nothing.
+Owns the permutations and the all-to-all. Never routes a token or multiplies it.
 
 The steps with k = 1 and two ranks of two experts each; ``3a`` is token a, bound for expert 3::
 
     rank 0   3a 0b 2c 0d  --sort-->  0b 0d | 2c 3a  --all-to-all-->  0b 0d | 0f 1e  --regroup-->  0b 0d 0f | 1e
     rank 1   1e 0f 3g 3h  --sort-->  0f 1e | 3g 3h  --all-to-all-->  2c 3a | 3g 3h  --regroup-->  2c | 3a 3g 3h
 
-and the same steps backwards for the experts' outputs. Every split is computed from the gathered statistics, so sizes
-need no exchange of their own. The host waits for the device once, and not at all where it knows the sizes: with all
-experts here and without a capacity.
+and the same steps in reverse for the experts' outputs. Every split is computed from the gathered statistics, so sizes
+are not exchanged separately. The host waits for the device once; not at all if it knows the sizes, with all experts on
+this rank and without a capacity.
 
-No row is ever added to another by an index: rows are placed, and then summed over the choices of their token. So the
-order of the additions is always that of the choices, in forward and in backward.
+Rows are never added by index (no index_add): they are placed, and then summed over the choices of their token. So the
+order of additions is always that of the choices, in forward and in backward.
 """
 
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ class Dispatch:
     order: Tensor
     """(n,) int64: the number of each sent row among the k·T choices (see `Choices`)."""
     send: list[int]
-    """Rows for each rank of the expert-parallel process group."""
+    """Number of rows for each rank of the expert-parallel process group."""
     receive: list[int]
-    """Rows from each rank of it."""
+    """Number of rows from each rank of the expert-parallel process group."""
     regroup: Tensor | None
     """(m,) int64: the received row at each place once rows are grouped by expert; None if they already are."""
     groups: Groups
@@ -52,15 +52,15 @@ class Dispatch:
 def dispatch_tokens(
     tokens: Tensor, choices: Choices, kept: Tensor, *, batch_rank: int, ep: int, dropless: bool
 ) -> tuple[Tensor, Dispatch]:
-    """The rows to send, (n, d), sorted by expert, and their way.
+    """Returns the rows to send, (n, d), sorted by expert, and their destinations.
 
     Args:
         tokens: (T, d), the tokens of this rank.
         choices: their choices, sorted.
-        kept: (R, E, q), whole numbers of any dtype: the choices of all ranks that are admitted.
+        kept: (R, E, q), whole numbers of any dtype: the number of admitted choices of all ranks.
         batch_rank: this rank's place among the R ranks; ranks that share experts are next to each other.
         ep: number of ranks that share the experts.
-        dropless: all choices are admitted.
+        dropless: whether all choices are admitted.
     """
     total, (_, num_experts, queues) = len(choices.order), kept.shape
     if dropless and ep == 1:
@@ -91,17 +91,17 @@ def dispatch_tokens(
 
 
 def permute(tokens: Tensor, order: Tensor, total: int) -> Tensor:
-    """(T, d) tokens -> (n, d): the token of each choice in `order`, out of `total` = k·T choices."""
+    """Selects the token of each choice in `order`, out of `total` = k·T choices: (T, d) -> (n, d)."""
     return _Permute.apply(tokens, order, total)
 
 
 def place(rows: Tensor, order: Tensor, into: Tensor) -> Tensor:
-    """(n, d) rows -> `into`, with each row written at its number in `order`; no gradient goes to `into`."""
+    """Writes each of the (n, d) rows at its number in `order` to `into`, which gets no gradient."""
     return _Place.apply(rows, order, into)
 
 
 def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
-    """(n, d) rows and (T, k) weights -> (T, d): the weighted sum of each token's rows, in the weights' fp32.
+    """Sums each token's rows, (n, d), with their weights, (T, k), in the weights' fp32 -> (T, d).
 
     A dropped choice adds zero.
     """
@@ -141,22 +141,22 @@ class _Place(torch.autograd.Function):
 
 
 def _new_rows(rows: Tensor, total: int) -> Tensor:
-    """(total, d) for `rows` (n, d) to be placed in: zeros where some of the rows were dropped."""
+    """Allocates (total, d) in which to place `rows` (n, d); zeros if some rows were dropped."""
     size = total, rows.shape[1]
     return rows.new_empty(size) if len(rows) == total else rows.new_zeros(size)
 
 
 class Exchange:
-    """An uneven all-to-all of rows, from `begin` to `end`: the computation between them waits for no other rank.
+    """An uneven all-to-all of rows, from `begin` to `end`; computation between the two does not wait for other ranks.
 
-    Backward goes the other way: gradients are sent where forward ended the exchange and awaited where forward began it,
-    with the backward of the computation in between.
+    Backward mirrors it: gradients are sent where forward ended the exchange and awaited where forward began it, with
+    the backward of the computation in between.
     """
 
     def __init__(self, send: list[int], receive: list[int], process_group: dist.ProcessGroup) -> None:
         self.send, self.receive = send, receive
         self._process_group = process_group
-        self._under_way: tuple[Any, Turn | None, Tensor, Tensor] | None = None
+        self._in_flight: tuple[Any, Turn | None, Tensor, Tensor] | None = None
 
     def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Sends `rows`; returns the tensor that holds the received rows once `end` has returned."""
@@ -167,18 +167,18 @@ class Exchange:
             turn = next_exchange(group)
             with Wait(_EXCHANGE, dist.get_process_group_ranks(group), turn):
                 work = dist.all_to_all_single(arriving, rows, receive, send, group=group, async_op=True)
-        self._under_way = work, turn, rows, arriving
+        self._in_flight = work, turn, rows, arriving
         return arriving
 
     def end(self) -> Tensor:
-        """Waits until all rows have come; returns the tensor of `begin`."""
-        assert self._under_way is not None, "no rows are under way"
-        work, turn, _, arrived = self._under_way
+        """Waits until all rows have arrived; returns the tensor of `begin`."""
+        assert self._in_flight is not None, "no exchange has begun"
+        work, turn, _, arrived = self._in_flight
         if work is not None:
             ranks = dist.get_process_group_ranks(self._process_group)
             with Wait(_EXCHANGE, ranks, turn):
                 work.wait()
-        self._under_way = None  # not before: an interrupted wait must not free the memory
+        self._in_flight = None  # not before: an interrupted wait must not free the memory
         return arrived
 
 
@@ -187,7 +187,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.begin(rows, exchange.send, exchange.receive)
-        return rows  # `_End` has a gradient of its shape
+        return rows  # the gradient of `_End` has this shape
 
     @staticmethod
     @once_differentiable
@@ -207,7 +207,7 @@ class _End(torch.autograd.Function):
         exchange, (gradient,) = ctx.exchange, grads
         exchange.begin(gradient, exchange.receive, exchange.send)
         stand_in = gradient.new_zeros(()).expand(sum(exchange.send), *gradient.shape[1:])
-        return stand_in, None  # `_Begin` ignores it; the arriving rows must not be read yet
+        return stand_in, None  # `_Begin` ignores the values; the arriving rows must not be read yet
 
 
 def begin_all_to_all(
@@ -221,12 +221,12 @@ def begin_all_to_all(
 
 
 def end_all_to_all(rows: Tensor, exchange: Exchange | None) -> Tensor:
-    """The received rows, (sum of `receive`, d); without a process group the rows given to `begin_all_to_all`."""
+    """Returns the received rows, (sum of `receive`, d); without a process group, the argument of `begin_all_to_all`."""
     return rows if exchange is None else _End.apply(rows, exchange)
 
 
 def _admitted(choices: Choices, kept: Tensor, total: int) -> Tensor:
-    """The places of the `total` choices that are admitted: in each queue the first of `kept` (E, k)."""
+    """Returns the places of the `total` admitted choices: in each queue the first ``kept`` ones, (E, k)."""
     queue = choices.queue
     position = torch.arange(len(queue), device=queue.device) - choices.starts[queue]
     dropped = position >= kept.flatten()[queue]
@@ -234,9 +234,9 @@ def _admitted(choices: Choices, kept: Tensor, total: int) -> Tensor:
 
 
 def _regroup(incoming: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of rows in the order (source, expert), `incoming` (ep, L) each, to the order (expert, source).
+    """Reorders rows from (source, expert), `incoming` (ep, L) rows each, to (expert, source).
 
-    Returns the expert of each row in the new order, and the row at each place of it, both (total,).
+    Returns the expert of each row in the new order, and the old place of each row, both (total,).
     """
     blocks = incoming.long().flatten()
     experts = torch.repeat_interleave(blocks, output_size=total) % incoming.shape[1]

@@ -1,6 +1,6 @@
-"""The networks of a layer: a dense MLP, and many MLPs held in stacked parameters.
+"""The networks of a layer: a dense MLP, and many MLPs in stacked parameters.
 
-Owns their parameters, their initial values and their products. Knows nothing of ranks beyond which experts are here.
+Owns their parameters, their initial values and their products. Never knows more of ranks than which experts are here.
 """
 
 import math
@@ -23,7 +23,7 @@ from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx5
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear: (..., d) -> (..., d); its hidden features may be cut over tensor-parallel ranks."""
+    """Linear, GELU, linear: (..., d) -> (..., d); its hidden features may be sharded over tensor-parallel ranks."""
 
     def __init__(self, *, d_model: int, d_hidden: int, bias: bool = True, ranks: TensorRanks | None = None) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Groups:
     bounds: Tensor
     """(L + 1,) int32: expert e has the rows from ``bounds[e]`` to ``bounds[e + 1]``."""
     counts: list[int] | None = None
-    """Rows of each expert; None where the host has not needed them so far."""
+    """Rows of each expert; None if the host has not needed them so far."""
 
     def on_host(self) -> list[int]:
-        """`counts`; waits for the device if nobody has before."""
+        """Returns `counts`; waits for the device the first time."""
         if self.counts is None and not has_data(self.bounds):
             self.counts = even_counts(len(self.experts), len(self.bounds) - 1)
         elif self.counts is None:
@@ -96,8 +96,8 @@ class GroupedExperts(nn.Module):
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """(n, d) rows, sorted by expert -> (n, d).
 
-        An expert without rows gets a gradient of zeros. One fused kernel where `torch.nn.functional.grouped_mm` has one
-        (see `_has_grouped_kernel`); else a loop, which on a CPU is no slower: grouped_mm loops there too.
+        An expert without rows gets a gradient of zeros. Uses a fused kernel of `torch.nn.functional.grouped_mm` if
+        there is one (see `_has_grouped_kernel`); else a loop, which is no slower on a CPU, where grouped_mm loops too.
         """
         rows = rows.to(self.w_in.dtype)
         saves = not saves_no_weights(self)
@@ -114,7 +114,7 @@ def grouped_linear(
     outputs_first: bool = False,
     saves: bool = True,
 ) -> Tensor:
-    """(n, i) rows sorted by expert -> (n, o): each row times its expert's weight, and its bias.
+    """Multiplies each row by its expert's weight and adds its bias: (n, i) rows sorted by expert -> (n, o).
 
     Args:
         rows: in the dtype of the weight.
@@ -122,17 +122,17 @@ def grouped_linear(
         bias: (L, o), or None.
         groups: the rows of each expert.
         outputs_first: see `weight`.
-        saves: False if backward is to read the parameter anew instead of saving it.
+        saves: False to read the parameter again in backward instead of saving it.
     """
     counts = None if _has_grouped_kernel(rows, weight) else groups.on_host()
     return _GroupedLinear.apply(rows, weight, bias, groups, counts, outputs_first, saves)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """As `grouped_linear`: one fused product if `counts` is None, else a loop over experts with `counts` rows each.
+    """Computes `grouped_linear` by one fused product if `counts` is None, else by a loop with `counts` rows per expert.
 
-    An autograd function, so that each expert's product is written in its place and nothing is concatenated: stacking L
-    weight gradients alone took a fifth of a layer's time on a CPU.
+    An autograd function, so that each expert's product is written in place and nothing is concatenated: stacking L
+    weight gradients took a fifth of a layer's time on a CPU.
     """
 
     @staticmethod
@@ -148,7 +148,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.again = None if saves else RegatheredParameter(weight)
         ctx.counts, ctx.outputs_first = counts, outputs_first
-        kept = rows if ctx.needs_input_grad[1] else None  # for the gradient of the weight alone
+        kept = rows if ctx.needs_input_grad[1] else None  # only the gradient of the weight needs them
         ctx.save_for_backward(kept, groups.experts, groups.bounds, *([weight] if saves else []))
         matrices = weight.transpose(1, 2) if outputs_first else weight
         if counts is None:
@@ -174,7 +174,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of rows, weight and bias; None for what needs none, as frozen experts."""
+"""The gradients of rows, weight and bias; None where none is needed, for example for frozen experts."""
 
 
 def _gradients_loop(
@@ -219,7 +219,7 @@ def _gradients_fused(
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """Writes ``left @ right + bias`` to `out`; in fp32, then rounded, if the CPU has no product of narrower numbers."""
+    """Writes ``left @ right + bias`` to `out`; in fp32, then rounded, if the CPU has no product in a narrower dtype."""
     if out.device.type == "cpu" and has_data(out) and emulates(out.dtype):
         wide = left.float() @ right.float()
         out.copy_(wide if bias is None else wide.add_(bias))
@@ -231,7 +231,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = Non
 
 @cache
 def emulates(dtype: torch.dtype) -> bool:
-    """Whether torch emulates products of `dtype` on this CPU: bf16 takes it 4 times as long as fp32, fp16 50 times."""
+    """Whether torch emulates products of `dtype` on this CPU: bf16 is then 4 times as slow as fp32, fp16 50 times."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     if dtype is torch.bfloat16:
@@ -240,19 +240,19 @@ def emulates(dtype: torch.dtype) -> bool:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GPT-2's GELU, by tanh."""
+    """GPT-2's GELU, with tanh."""
     return F.gelu(x, approximate="tanh")
 
 
 def _expert_seed(seed: int, expert: int) -> int:
-    """A seed distinct for the experts of a layer; the multiplier, 2^64 over the golden ratio, spreads neighbors."""
+    """Returns a different seed for each expert of a layer; the multiplier is 2^64 over the golden ratio."""
     return (seed + (expert + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `grouped_mm` has a fused kernel for these: bf16, rows aligned to 16 bytes, CUDA capability 9 or 10.
+    """Whether `grouped_mm` has a fused kernel for these tensors: bf16, 16-byte aligned rows, CUDA capability 9 or 10.
 
-    On other devices it loops too, and waits for the device at each call to learn the splits.
+    On other devices it loops, and waits for the device at each call to learn the splits.
     """
     if not (rows.is_cuda and torch.cuda.is_available() and len(rows)):
         return False

@@ -1,7 +1,7 @@
-"""Classes that a module gets in place: one of this library's in front of the one it had.
+"""Classes that a module gets in place: a class of this library in front of the module's former class.
 
-Owns their making, once for each pair, so that modules of equal layers have the same class; and their way through pickle
-and deepcopy, which know classes by their names alone.
+Owns their creation, once for each pair, so that modules of equal layers have the same class, and their support for
+pickle and deepcopy, which find classes only by name. Never changes the class of a module.
 """
 
 import sys
@@ -12,14 +12,14 @@ from torch import nn
 
 
 class Joined:
-    """A base of the classes of this library that are put in front of others."""
+    """The base of the library's classes that are put in front of others."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (_recipe(type(self)),), self.__dict__
 
 
 def joined(name: str, front: type, plain: type) -> Any:
-    """The class called `name` of modules that were of class `plain`."""
+    """Returns the class `name` that puts `front` in front of the class `plain`."""
     return _joined(name, front, plain)
 
 
@@ -29,12 +29,12 @@ def _joined(name: str, *bases: Any) -> type:
 
 
 def plain_class(module: nn.Module) -> Any:
-    """The class that a module of a joined class had before."""
+    """Returns the class that a module of a joined class had before."""
     return type(module).__bases__[1]
 
 
 def _recipe(kind: type) -> Any:
-    """A class by its name in its module, or by those of the two that it joins."""
+    """Describes a class for pickle: itself if its module has it, else its name and the recipes of its bases."""
     if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind or kind.__module__ != __name__:
         return kind
     return kind.__name__, *map(_recipe, kind.__bases__)

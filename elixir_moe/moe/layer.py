@@ -1,7 +1,8 @@
-"""The mixture-of-experts layer, in one process or with its experts spread over ranks.
+"""The mixture-of-experts layer, in one process or with its experts sharded over ranks.
 
-Owns the order of the steps and the process groups they use. The mathematics of a token does not depend on the layout:
-with ``mesh=None`` the same code runs without communication, and every layout must agree with it.
+Owns the order of the steps and the process groups they use; never knows chunks or memory. The mathematics of a token
+does not depend on the layout: with ``mesh=None`` the same code runs without communication, and every layout must agree
+with it.
 
     router -> gather the statistics -> dispatch -> experts -> combine (-> mix with the residual MLP)
 
@@ -45,12 +46,12 @@ EXPERT_MESH_AXES = ("edp", "ep", "tp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRanks:
-    """A rank's place among the ranks that share a layer; copies of a layer share this, as they share process groups."""
+    """A rank's place among the ranks that share a layer; copies of a layer share it, like the process groups."""
 
     ep: int = 1
     """Ranks that share the experts."""
     batch_rank: int = 0
-    """This rank's place in the global batch: ``edp`` major, ``ep`` minor, the order of the ranks."""
+    """This rank's place in the global batch: ``edp`` major, ``ep`` minor, in the order of the ranks."""
     ep_group: dist.ProcessGroup | None = None
     """The ranks that share the experts; None for a single rank."""
     batch_group: dist.ProcessGroup | None = None
@@ -58,7 +59,7 @@ class LayerRanks:
 
     @classmethod
     def on(cls, mesh: DeviceMesh | None) -> Self:
-        """This rank's place on an expert mesh. Collective the first time if neither ``edp`` nor ``ep`` is 1."""
+        """Returns this rank's place on an expert mesh. Collective the first time unless ``edp`` or ``ep`` is 1."""
         if mesh is None:
             return cls()
         if mesh.mesh_dim_names != EXPERT_MESH_AXES:
@@ -71,12 +72,12 @@ class LayerRanks:
         if ep == 1:
             batch_group = mesh.get_group("edp") if edp > 1 else None
         else:
-            # One flattened mesh for each expert mesh: torch returns the same one to every layer.
+            # One flattened mesh per expert mesh: torch returns the same one to every layer.
             batch_group = ep_group if edp == 1 else flattened(mesh["edp", "ep"], "edp_ep").get_group()
         return cls(ep=ep, batch_rank=batch_rank, ep_group=ep_group, batch_group=batch_group)
 
     def within_experts(self) -> Self:
-        """The same place among the ranks that share the experts alone."""
+        """Returns this rank's place among only the ranks that share the experts."""
         return replace(self, batch_rank=self.batch_rank % self.ep, batch_group=self.ep_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -86,10 +87,10 @@ class LayerRanks:
 class MoE(nn.Module):
     """Top-k mixture of experts: each token's output is the weighted sum of its k experts' outputs.
 
-    ``forward`` returns the output and the auxiliary loss. Every rank must call it, the same number of times, whatever
-    its tokens are: per forward one all-gather of a few numbers over (edp, ep) and two all-to-alls over ep, per backward
-    two all-to-alls. Gradients come out per rank; `Pattern` says how they are reduced: ``*.experts.*`` are sharded on
-    dim 0 over ``ep``, the rest is replicated.
+    ``forward`` returns the output and the auxiliary loss. Every rank must call it equally often, with any number of
+    tokens: a forward runs one all-gather of a few numbers over (edp, ep) and two all-to-alls over ep, a backward two
+    all-to-alls. Gradients are those of this rank; `Pattern` defines their reduction: ``*.experts.*`` are sharded on dim
+    0 over ``ep``, the rest is replicated.
 
     Args:
         d_model: width of a token.
@@ -97,12 +98,12 @@ class MoE(nn.Module):
         num_experts: experts of the layer, on all ranks together.
         top_k: experts a token is sent to.
         mesh: an expert mesh ("edp", "ep", "tp") from `expert_mesh`; None puts all experts in this process. Experts are
-            not cut over ``tp``: its ranks have the same tokens and do the same work, so annotate every parameter of the
-            layer as replicated over ``tp``.
-        capacity_factor: each expert takes ``ceil(capacity_factor · top_k · tokens / num_experts)`` of the global
+            not sharded over ``tp``: its ranks have the same tokens and do the same work, so annotate every parameter of
+            the layer as replicated over ``tp``.
+        capacity_factor: each expert accepts ``ceil(capacity_factor · top_k · tokens / num_experts)`` of the global
             batch's tokens, first choices first, then in the order of the batch; further choices are dropped and
             contribute zero. None drops nothing.
-        residual: add a dense MLP beside the experts; a linear map of the token and a softmax mix the two (PR-MoE).
+        residual: add a dense MLP parallel to the experts; a linear map of the token and a softmax mix the two (PR-MoE).
         normalize: divide a token's top-k probabilities by their sum.
         aux_coefficient: weight of the load-balancing loss.
         z_coefficient: weight of the router's z-loss.
@@ -114,7 +115,7 @@ class MoE(nn.Module):
     """
 
     tokens_per_expert: Tensor
-    """(E,) int64, detached: choices that fell on each expert in the last forward, all ranks together, before drops."""
+    """(E,) int64, detached: the choices of each expert in the last forward, over all ranks, before drops."""
 
     def __init__(
         self,
@@ -151,10 +152,10 @@ class MoE(nn.Module):
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., d) -> (..., d) of the same dtype, and the auxiliary loss, () fp32, already times its coefficients.
+        """(..., d) -> (..., d) of the same dtype, and the auxiliary loss, () fp32, multiplied by its coefficients.
 
-        The auxiliary loss has the same value on every rank, that of the global batch; its gradient is this rank's part,
-        right once gradients are averaged over the ranks that share the batch (see `auxiliary_loss`).
+        The auxiliary loss is that of the global batch on every rank; its gradient is this rank's part, correct once
+        gradients are averaged over the ranks that share the batch (see `auxiliary_loss`).
         """
         tokens, ranks, top_k, capacity = x.reshape(-1, x.shape[-1]), self.place, self.router.top_k, self.capacity_factor
         routing = self.router(tokens, self.z_coefficient != 0)
@@ -162,12 +163,12 @@ class MoE(nn.Module):
         statistics = gather_statistics(routing, choices, ranks.batch_group)
         kept = statistics.counts if capacity is None else kept_counts(statistics.counts, capacity)
         rows, exchange, dispatch = send_through(tokens, choices, kept, ranks, self.experts, dropless=capacity is None)
-        beside = None  # the dense branch needs no other rank: it runs while rows are on their way
+        overlapped = None  # the dense branch needs no other rank: it runs while rows are on their way
         if self.mlp is not None and self.coefficient is not None:
-            beside = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
+            overlapped = self.coefficient(x).softmax(dim=-1, dtype=torch.float32).to(x.dtype), self.mlp(x)
         out = combine(end_all_to_all(rows, exchange), routing.weights, dispatch).to(x.dtype).view_as(x)
-        if beside is not None:
-            share, dense = beside
+        if overlapped is not None:
+            share, dense = overlapped
             out = share[..., 0:1] * out + share[..., 1:2] * dense
         self.tokens_per_expert = tokens_per_expert(statistics)
         aux_loss = auxiliary_loss(
@@ -176,7 +177,7 @@ class MoE(nn.Module):
         return out, aux_loss
 
     def extra_repr(self) -> str:
-        """The text that `print` shows beside the submodules."""
+        """Returns the text that `print` shows in addition to the submodules."""
         return f"num_experts={self.num_experts}, ep={self.place.ep}, capacity_factor={self.capacity_factor}"
 
 
@@ -196,15 +197,15 @@ def send_through(
     *,
     dropless: bool,
 ) -> tuple[Tensor, Exchange | None, Dispatch]:
-    """Sends tokens through their experts; returns rows under way back, for `end_all_to_all`, and their places.
+    """Sends tokens through their experts; returns the rows on their way back, for `end_all_to_all`, and their places.
 
     Args:
         tokens: (T, d), the tokens of this rank.
         choices: their choices, sorted.
-        kept: (R, E, q): the choices of all ranks that are admitted.
+        kept: (R, E, q): the number of admitted choices of all ranks.
         ranks: this rank's place.
         experts: (n, d) rows sorted by expert, and their groups -> (n, d).
-        dropless: all choices are admitted.
+        dropless: whether all choices are admitted.
     """
     rows, dispatch = dispatch_tokens(tokens, choices, kept, batch_rank=ranks.batch_rank, ep=ranks.ep, dropless=dropless)
     rows, exchange = begin_all_to_all(rows, dispatch.send, dispatch.receive, ranks.ep_group)
@@ -213,6 +214,6 @@ def send_through(
         outputs = experts(rows, dispatch.groups)
     else:
         outputs = experts(permute(rows, regroup, len(rows)), dispatch.groups)
-        # The outputs take the memory of the received rows, which nothing reads any more.
+        # The outputs reuse the memory of the received rows, which are not read again.
         outputs = place(outputs, regroup, rows.detach() if rows.dtype == outputs.dtype else torch.empty_like(outputs))
     return *begin_all_to_all(outputs, dispatch.receive, dispatch.send, ranks.ep_group), dispatch

@@ -1,11 +1,12 @@
 """The router, and the statistics of the routing on all ranks.
 
-Owns the router's weight, the order of the choices, the statistics of a batch that is spread over ranks, the auxiliary
-losses and the queues of a limited capacity. Moves no token: the one collective here gathers a few numbers.
+Owns the router's weight, the order of the choices, the statistics of a batch that is sharded over ranks, the auxiliary
+losses and the queues of a limited capacity. Never moves a token: the one collective here gathers a few numbers.
 Sources: Switch Transformer, eq. 4 (load balance); ST-MoE, eq. 5 (z-loss); GShard, algorithm 1 (capacity).
 
-Shape letters, here and in `dispatch`, `experts` and `layer`: T tokens of this rank, k choices a token, E experts of the
-layer, L of them on this rank, q queues an expert, R ranks that share the batch, d width of the model, h of an expert.
+Shape letters, here and in `dispatch`, `experts` and `layer`: T tokens of this rank, k choices per token, E experts of
+the layer, L of them on this rank, q queues per expert, R ranks that share the batch, d width of the model, h width of
+an expert.
 
 With a capacity each expert has k queues, since it admits first choices before second choices. Without one it has a
 single queue, which holds the choices in the order of the tokens.
@@ -41,16 +42,16 @@ class Routing(NamedTuple):
 
 
 class TopKRouter(nn.Module):
-    """A linear map to one logit an expert, softmax, and the k most probable experts of each token.
+    """A linear map to one logit per expert, softmax, and the k most probable experts of each token.
 
-    Computes in fp32 whatever the dtype of the weight and of the tokens: bf16 logits tie, and ties route at random.
+    Computes in fp32 for any dtype of weight and tokens: bf16 logits tie, and ties route at random.
 
     Args:
         d_model: width of a token.
         num_experts: experts to choose among.
         top_k: experts a token is sent to.
-        normalize: divide the chosen probabilities by their sum; needs ``top_k > 1``, since one weight divided by itself
-            is 1 and gives the router no gradient.
+        normalize: divide the chosen probabilities by their sum; needs ``top_k > 1``, since a single weight divided by
+            itself is 1 and gives the router no gradient.
 
     Raises:
         LayoutError: `top_k` is not in 1..num_experts, or `normalize` with ``top_k=1``.
@@ -71,8 +72,8 @@ class TopKRouter(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, tokens: Tensor, z_loss: bool = True) -> Routing:
-        """(T, d) -> Routing; without `z_loss` nothing is computed for it."""
-        # Meta tensors know no autocast; on every other device it would make this product bf16 again.
+        """(T, d) -> Routing; `z_loss` adds the statistic that the z-loss needs."""
+        # Autocast would compute this product in bf16; meta tensors have no autocast.
         with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.weight.float())
         experts, weights, probability, squared = _Route.apply(logits, self.top_k, z_loss)
@@ -82,7 +83,7 @@ class TopKRouter(nn.Module):
 
 
 class _Route(torch.autograd.Function):
-    """(T, E) fp32 logits -> the fields of `Routing`; one backward for the softmax and all that is taken from it."""
+    """(T, E) fp32 logits -> the fields of `Routing`; one backward for the softmax and all that depends on it."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top_k: int, z_loss: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -102,7 +103,7 @@ class _Route(torch.autograd.Function):
         _, of_weights, of_probability, of_squared = grads
         grad = torch.zeros_like(probabilities)
         if of_weights is not None:
-            grad.scatter_(1, experts, of_weights)  # the experts of a token differ: nothing is written twice
+            grad.scatter_(1, experts, of_weights)  # a token's experts are distinct: nothing is written twice
         if of_probability is not None:
             grad.add_(of_probability.float())
         grad = softmax_backward(grad, probabilities, -1, torch.float32)
@@ -117,7 +118,7 @@ class Choices(NamedTuple):
     order: Tensor
     """(k·T,) int64: the number of each choice; choice c of token t has number ``t * k + c``."""
     queue: Tensor
-    """(k·T,) int64, ascending: the queue of each; queue c of expert e has number ``e * q + c``."""
+    """(k·T,) int64, ascending: the queue of each choice; queue c of expert e has number ``e * q + c``."""
     starts: Tensor
     """(E·q + 1,) int32: the place of each queue's first choice; the last is k·T."""
     numbers: Tensor
@@ -125,7 +126,7 @@ class Choices(NamedTuple):
 
 
 def sort_choices(experts: Tensor, num_experts: int, queues: int) -> Choices:
-    """The choices (T, k) sorted into `queues` queues for each expert: 1 or k."""
+    """Sorts the choices (T, k) into `queues` queues per expert, 1 or k."""
     numbers = torch.arange(num_experts * queues + 1, device=experts.device)
     if queues > 1:
         experts = torch.add(numbers[:queues], experts, alpha=queues)
@@ -137,13 +138,13 @@ class RoutingStatistics(NamedTuple):
     """Statistics of the routing of the global batch, known on every rank after one gather."""
 
     counts: Tensor
-    """(R, E, q) float64, whole numbers: the choices of rank r in each queue, before any is dropped."""
+    """(R, E, q) float64, whole numbers: the choices of rank r in each queue, before drops."""
     totals: Tensor
     """(E·q + 1 + E + z,) float64, sums over all ranks: the counts, k·T, and the sums in `Routing`; z is 0 or 1."""
 
 
 def gather_statistics(routing: Routing, choices: Choices, process_group: dist.ProcessGroup | None) -> RoutingStatistics:
-    """Adds up the routing of all ranks that share the batch: one all-gather of ``totals``' length, none in backward.
+    """Sums the routing of all ranks that share the batch: one all-gather of the length of ``totals``, none in backward.
 
     Args:
         routing: the routing of this rank's tokens.
@@ -169,7 +170,7 @@ def gather_statistics(routing: Routing, choices: Choices, process_group: dist.Pr
 
 
 def tokens_per_expert(statistics: RoutingStatistics) -> Tensor:
-    """(E,) int64: the choices that fell on each expert, all ranks together, before any is dropped."""
+    """Returns the choices of each expert over all ranks, before drops: (E,) int64."""
     _, num_experts, queues = statistics.counts.shape
     counts = statistics.totals[: num_experts * queues]
     return (counts if queues == 1 else counts.view(num_experts, queues).sum(dim=1)).long()
@@ -178,11 +179,11 @@ def tokens_per_expert(statistics: RoutingStatistics) -> Tensor:
 def auxiliary_loss(
     routing: Routing, statistics: RoutingStatistics, *, load_balance: float, z: float, top_k: int
 ) -> Tensor:
-    """The load-balancing loss and the z-loss of the global batch, each times its coefficient; () fp32.
+    """Returns the sum of load-balancing loss and z-loss of the global batch, each times its coefficient; () fp32.
 
-    The load-balancing loss is E · sum_e f_e · P_e: f_e is the fraction of all choices that fell on e, P_e its mean
-    probability. It is 1 if routing is uniform, whatever k. Choices that the capacity drops count too, so that the
-    router learns from them. The z-loss is the mean square of the log normalizer.
+    The load-balancing loss is E · sum_e f_e · P_e: f_e is the fraction of all choices for expert e, P_e its mean
+    probability. It is 1 if routing is uniform, for any k. Choices that the capacity drops count too, so that the router
+    learns from them. The z-loss is the mean square of the log normalizer.
 
     The gradient. Let s_r be a sum over the tokens of rank r and M = 1/T · sum_r s_r the global mean, with T tokens and
     R ranks in all. Every rank has the same M in its loss, so the wanted gradient is f'(M) · 1/T · sum_r ds_r/dw, while
@@ -192,10 +193,10 @@ def auxiliary_loss(
 
     Args:
         routing: the routing of this rank's tokens.
-        statistics: those of all ranks.
+        statistics: the statistics of all ranks.
         load_balance: the coefficient of the load-balancing loss.
-        z: the coefficient of the z-loss; 0 if the router computed nothing for it.
-        top_k: choices a token.
+        z: the coefficient of the z-loss; 0 if the router was called without `z_loss`.
+        top_k: choices per token.
     """
     return _AuxiliaryLoss.apply(
         routing.probability, routing.squared_log_normalizer, statistics, load_balance, z * top_k, top_k
@@ -203,7 +204,7 @@ def auxiliary_loss(
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
-    """The value comes from the totals of all ranks, the gradient goes to this rank's sums (see `auxiliary_loss`)."""
+    """Computes the value from the totals of all ranks, and the gradient of this rank's sums (see `auxiliary_loss`)."""
 
     @staticmethod
     def forward(
@@ -238,16 +239,16 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
 
 def kept_counts(counts: Tensor, capacity_factor: float) -> Tensor:
-    """How many of `counts` (R, E, k) each expert's capacity admits, same shape, int64.
+    """Returns how many of `counts` (R, E, k) each expert's capacity admits: same shape, int64.
 
-    An expert takes ``ceil(capacity_factor · k · T / E)`` tokens, with T of all ranks. It admits first choices before
-    second choices, and each of them in the order of the global batch (rank by rank, each rank's tokens in order). So
-    the number kept on a rank follows from the number ahead of them.
+    An expert accepts ``ceil(capacity_factor · k · T / E)`` tokens, with T over all ranks. It admits first choices
+    before second choices, and each of them in the order of the global batch (rank by rank, each rank's tokens in
+    order). So the number kept on a rank follows from the number ahead of them.
     """
     R, E, k = counts.shape
     tokens = counts[..., 0].sum()
     capacity = torch.ceil(capacity_factor * k * tokens / E).long()
-    # int64, since torch calls a cumulative sum of floats on a GPU nondeterministic, whole numbers or not.
+    # int64, since torch treats a cumulative sum of floats on a GPU as nondeterministic, even for whole numbers.
     queue = counts.long().permute(2, 0, 1).reshape(k * R, E)
     ahead = queue.cumsum(dim=0) - queue
     return (capacity - ahead).clamp(min=0).minimum(queue).view(k, R, E).permute(1, 2, 0)

@@ -1,7 +1,7 @@
-"""Parameters that are DTensors, as `parallelize_module` and similar functions make them.
+"""Parameters that are DTensors, made by `parallelize_module` and similar functions.
 
 Owns the conversion from a DTensor to the types of the rest of the package: the local tensor of this rank, a `Pattern`,
-a gradient placed like its parameter. Plain tensors pass through unchanged. DTensor is imported only when there is one.
+a gradient placed like its parameter. Never changes a plain tensor, and never imports DTensor unless there is one.
 """
 
 from collections.abc import Iterable
@@ -26,12 +26,12 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` on this rank: the very tensor a DTensor wraps."""
+    """Returns this rank's part of `tensor`: the tensor that a DTensor wraps, or `tensor` itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def wrap_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor with that spec around `local`; `local` itself if there is no spec."""
+    """Wraps `local` in a DTensor with this spec; returns `local` if the spec is None."""
     if spec is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -40,7 +40,7 @@ def wrap_local(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def placed_as(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor around `local` of any dtype, with mesh, shape and placements of `tensor`; `local` if that is plain."""
+    """Wraps `local`, of any dtype, like the DTensor `tensor`; returns `local` if `tensor` is plain."""
     if not is_dtensor(tensor):
         return local
     from torch.distributed.tensor import DTensor
@@ -52,7 +52,7 @@ def placed_as(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """The spec with which `wrap_local` makes a DTensor like `tensor`; None for a plain tensor."""
+    """Returns the spec with which `wrap_local` makes a DTensor like `tensor`; None for a plain tensor."""
     return tensor._spec if is_dtensor(tensor) else None
 
 
@@ -67,7 +67,7 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The local part of `gradient`, placed like `parameter`; partial values are summed. Collective over the mesh."""
+    """Returns this rank's part of `gradient`, placed like `parameter`; sums partial values. Collective on the mesh."""
     if not is_dtensor(gradient):
         return gradient
     assert is_dtensor(parameter)
@@ -75,12 +75,12 @@ def placed_like(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor
 
 
 def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The full tensor, on the CPU, from the `local` parts of all ranks of the DTensor's mesh. Collective."""
+    """Returns the full tensor, on the CPU, from the `local` parts of all ranks of the DTensor's mesh. Collective."""
     mesh, meta = spec.mesh, spec.tensor_meta
     from torch.distributed.tensor import DTensor, Shard
 
     for axis, placement in enumerate(spec.placements):
-        if (groups := getattr(placement, "split_factor", 1)) > 1:  # torch 2.11 gathers no such placement
+        if (groups := getattr(placement, "split_factor", 1)) > 1:  # torch 2.11 cannot gather this placement
             dim = placement.dim % local.dim()
             by_group = local.to(mesh.device_type).unflatten(dim, (groups, -1))
             placements = [*spec.placements[:axis], Shard(dim + 1), *spec.placements[axis + 1 :]]
@@ -92,26 +92,26 @@ def whole_of(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def tensor_parallel_degree(tensors: Iterable[torch.Tensor]) -> int:
-    """How many ranks share a batch, by the meshes of the DTensors among `tensors`."""
+    """Returns how many ranks share a batch, according to the meshes of the DTensors among `tensors`."""
     roots = (root_mesh(tensor.device_mesh) for tensor in tensors if is_dtensor(tensor))
     return max((root["tp"].size() for root in roots if "tp" in (root.mesh_dim_names or ())), default=1)
 
 
 def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
-    """The pattern of a DTensor's placements, on the root mesh of its own mesh.
+    """Returns the pattern of a DTensor's placements, on the root mesh of its own mesh.
 
-    A placement with a `split_factor`, as torch's strided shard, cuts each of so many groups of rows: gate and up of a
-    fused weight. Its pattern has a view with a dim of groups.
+    A placement with a `split_factor`, like torch's strided shard, shards each of several groups of rows, such as gate
+    and up of a fused weight. Its pattern has a view with a dim of groups.
 
     Args:
         name: the parameter's name, for messages.
         parameter: a DTensor.
         tp: tensor-parallel degree of the model. Expert-parallel ranks that share a batch in the other layers split it
-            between them in expert layers, so their gradients come from fewer batches than there are ranks.
+            among themselves in expert layers, so their gradients come from fewer batches than there are ranks.
 
     Raises:
         LayoutError: a mesh without names or without some ranks of the world, a placement that neither shards nor
-            replicates, a dim that its axes do not cut evenly, or groups of rows that are cut beside another cut.
+            replicates, a dim that its axes do not divide evenly, or groups of rows sharded together with another dim.
     """
     mesh = parameter.device_mesh
     root, axes = root_mesh(mesh), mesh.mesh_dim_names
@@ -119,8 +119,8 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
         raise LayoutError(f"parameter {name!r} is on a mesh without axis names: pass mesh_dim_names when you build it")
     if root.mesh.numel() != dist.get_world_size():
         raise LayoutError(
-            f"parameter {name!r} is on a mesh of {root.mesh.numel()} of the world's {dist.get_world_size()} ranks: cut "
-            f"it along an axis of a mesh of all of them, such as em.init_mesh(tp=...)['tp'], or annotate it"
+            f"parameter {name!r} is on a mesh of {root.mesh.numel()} of the world's {dist.get_world_size()} ranks: "
+            f"shard it along an axis of a mesh of all ranks, such as em.init_mesh(tp=...)['tp'], or annotate it"
         )
     shard: dict[str, int] = {}
     parts = [1] * parameter.dim()
@@ -135,7 +135,7 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
         parts[dim] *= mesh[axis].size() * groups
         if parameter.shape[dim] % parts[dim]:
             raise LayoutError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not cut evenly into the "
+                f"parameter {name!r} of shape {tuple(parameter.shape)}: dim {dim} is not divisible by the "
                 f"{parts[dim]} parts of {placement} on axis {axis!r}; choose a size that is"
             )
         shard[axis] = dim
@@ -145,8 +145,8 @@ def pattern_of_dtensor(name: str, parameter: "DTensor", tp: int) -> Pattern:
             shard[axis] = dim + 1
     if grouped and len(shard) > 1:
         raise LayoutError(
-            f"parameter {name!r} has placements {parameter.placements}, of which one cuts each of several groups of "
-            f"rows: no pattern has another cut beside it; shard the parameter on one axis"
+            f"parameter {name!r} has placements {parameter.placements}, one of which shards each of several groups of "
+            f"rows: a pattern cannot combine this with another placement; shard the parameter on one axis"
         )
     replicate = tuple(axis for axis in root.mesh_dim_names if axis not in shard)
     pattern = Pattern(root, replicate=replicate, shard=shard, **grouped)

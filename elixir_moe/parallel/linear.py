@@ -1,7 +1,7 @@
-"""Linear layers cut over tensor-parallel ranks: the outputs of one layer, then the inputs of the next.
+"""Linear layers sharded over tensor-parallel ranks: the outputs of one layer, then the inputs of the next.
 
-Owns the slice that a rank holds, its initial values and its pattern, and the two sums over the ranks: of a cut pair's
-outputs in forward, and of the gradients of its input in backward. Decides nothing about which layers are cut.
+Owns the slice that a rank holds, its initial values and its pattern, and the two sums over the ranks: of the pair's
+outputs in forward, and of the gradients of its input in backward. Never decides which layers to shard.
 Source: Megatron-LM, section 3.
 """
 
@@ -23,18 +23,18 @@ from elixir_moe.parallel.pattern import Pattern
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRanks:
-    """The ranks that share cut layers; copies of a layer share this, as they share process groups."""
+    """The ranks that share sharded layers; copies of a layer share it, like the process groups."""
 
     rank: int
     """This rank's place among them."""
     size: int
-    """Number of them."""
+    """Number of ranks."""
     process_group: dist.ProcessGroup | None
-    """None once the process groups are gone: the layer can be saved, and not run."""
+    """None once the process groups are gone: the layer can then be saved, but not run."""
 
     @classmethod
     def on(cls, mesh: DeviceMesh | None) -> Self | None:
-        """The ranks along ``tp`` of a mesh ("dp", "tp"); None if nothing is cut."""
+        """Returns the ranks along ``tp`` of a mesh ("dp", "tp"); None if that is a single rank."""
         if mesh is None or mesh.size(1) == 1:
             return None
         return cls(rank=mesh.get_local_rank("tp"), size=mesh.size(1), process_group=mesh.get_group("tp"))
@@ -46,15 +46,15 @@ class TensorRanks:
 class CutLinear(nn.Linear):
     """This rank's part of a linear layer; `in_features` and `out_features` are those of the whole layer.
 
-    Its initial values are those of the whole layer from the same random generator, and leave the generator alike.
+    Its initial values are those of the whole layer from the same random generator, and advance the generator equally.
 
     Args:
         d_in: inputs of the whole layer.
         d_out: outputs of the whole layer.
         ranks: the ranks that share the layer.
-        dim: the dim of the weight that is cut. 0: every rank has the whole input, and computes its part of the outputs;
+        dim: the sharded dim of the weight. 0: every rank has the whole input, and computes its part of the outputs;
             1: every rank has its part of the inputs, and computes the whole output.
-        pieces: equal ranges of outputs, each of which is cut for itself; 3 for q, k and v in one weight.
+        pieces: equal ranges of outputs, each sharded separately; 3 for q, k and v in one weight.
         bias: add a bias; with `dim` 1, every rank has all of it.
     """
 
@@ -73,7 +73,7 @@ class CutLinear(nn.Linear):
         self.weight.copy_(self._part(nn.init.normal_(whole, std=std)))
 
     def patterns(self, mesh: DeviceMesh) -> dict[str, Pattern]:
-        """The patterns of the parameters that are cut, by name; `mesh` is ("dp", "tp")."""
+        """Returns the patterns of the sharded parameters, by name; `mesh` is ("dp", "tp")."""
         patterns = {}
         for name, parameter in self._cut_parameters():
             view = (self.pieces, len(parameter) // self.pieces, *parameter.shape[1:]) if self.pieces > 1 else None
@@ -82,14 +82,14 @@ class CutLinear(nn.Linear):
         return patterns
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., i) -> (..., o), of which this rank has its part of i or of o."""
+        """(..., i) -> (..., o), where this rank has its part of i or of o."""
         if self.dim == 0:
             return F.linear(_SumBackward.apply(x, self.ranks), self.weight, self.bias)
         out = _SumForward.apply(F.linear(x, self.weight), self.ranks)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
-        """The text that `print` shows."""
+        """Returns the text that `print` shows."""
         return f"{super().extra_repr()}, dim {self.dim} cut over {self.ranks.size} ranks"
 
     def _cut_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,20 +100,20 @@ class CutLinear(nn.Linear):
     def _part(self, whole: Tensor) -> Tensor:
         pieces = whole.detach().unflatten(0, (self.pieces, -1))
         part = pieces.chunk(self.ranks.size, 1 + self.dim)[self.ranks.rank].flatten(0, 1)
-        return part.clone(memory_format=torch.contiguous_format)  # the whole is freed
+        return part.clone(memory_format=torch.contiguous_format)  # so that the whole tensor is freed
 
 
 def linear(
     d_in: int, d_out: int, ranks: TensorRanks | None, *, dim: int, pieces: int = 1, bias: bool = True
 ) -> nn.Linear:
-    """A `CutLinear`, or without ranks a plain linear layer."""
+    """Returns a `CutLinear`, or a plain linear layer without ranks."""
     if ranks is None:
         return nn.Linear(d_in, d_out, bias=bias)
     return CutLinear(d_in, d_out, ranks, dim=dim, pieces=pieces, bias=bias)
 
 
 class _SumBackward(torch.autograd.Function):
-    """The identity, of an input that all ranks have: its gradient is the sum of theirs."""
+    """The identity for an input that all ranks have; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -127,7 +127,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 class _SumForward(torch.autograd.Function):
-    """The sum over ranks, written over the rank's own part; every rank has its gradient already."""
+    """The sum over ranks, in place; its gradient is already the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:

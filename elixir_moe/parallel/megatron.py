@@ -1,32 +1,33 @@
 """Unchanged Megatron-core models: patterns from Megatron's process groups and parameter attributes.
 
-Owns the reading of Megatron: its process groups, the dim on which it cuts each parameter, and which are experts.
-Megatron is imported only when `annotate` is called, so this file may be imported without it.
+Owns the reading of Megatron: its process groups, the dim on which it shards each parameter, and which are experts.
+Never imports Megatron before `annotate` is called.
 
 The gradient that Megatron leaves in `parameter.grad` before its own DistributedDataParallel touches it, and its pattern
 (dp includes context parallelism; P is the number of ranks of a pipeline stage)::
 
-    cut over tp                     the slice's gradient     replicate dp,     shard {tp: dim}     divisor dp
+    sharded over tp                 the slice's gradient     replicate dp,     shard {tp: dim}     divisor dp
     sequence-parallel, q/k norms    a part on each tp rank   replicate dp, tp, partial tp          divisor dp
     anything else outside experts   all of it on each        replicate dp, tp                      divisor dp * tp
     experts                         of the tokens sent here  replicate edp, shard {ep: 0, tp: dim} divisor dp
 
 Why dp for experts. A stage has P = dp * tp = edp * ep * etp ranks, and each token of the P / tp batches reaches one
 replica of its expert, with the gradient of that batch's own mean loss. The sum over edp collects all of them, and the
-mean over the batches is 1 / dp of it, whatever ep and etp are.
+mean over the batches is 1 / dp of it, for any ep and etp.
 
 The logical parameter of an expert. Ranks along ep hold different experts under the same names, so the logical parameter
-is all of them stacked along dim 0, as a pattern can express. `as_one_process` gives the names one process would use.
+is all of them stacked along dim 0, which a pattern can express. `as_one_process` returns the names one process would
+use.
 
-A slice along no dim of the tensor is one along a dim of a `Pattern.view` (F: a rank's part of the hidden features)::
+A slice that is not along a dim of the tensor is one along a dim of a `Pattern.view` (F: a rank's hidden features)::
 
-    first weight of a gated MLP     (2 F, n)          gate and up: viewed as (2, F, n), cut on F
-    the same of an expert                             viewed as (1, 2, F, n): ep stacks, tp cuts F
-    GroupedMLP.weight1              (hidden, e g F)   whose memory is (e, hidden, g, F), g = 2 if gated: ep e, tp F
-    GroupedMLP.weight2              (e F, hidden)     whose memory is (e, F, hidden)
+    first weight of a gated MLP     (2 F, n)          gate and up: viewed as (2, F, n), sharded on F
+    the same in an expert                             viewed as (1, 2, F, n): ep stacks, tp shards F
+    GroupedMLP.weight1              (hidden, e g F)   memory is (e, hidden, g, F), g = 2 if gated: ep e, tp F
+    GroupedMLP.weight2              (e F, hidden)     memory is (e, F, hidden)
 
-Routers count tokens, by which Megatron's finalize_model_grads balances the experts at the end of a step. It belongs to
-Megatron's data parallelism; `Routers` does the same for a wrapped model.
+Routers count tokens, which Megatron's finalize_model_grads uses to balance the experts at the end of a step. That
+function belongs to Megatron's data parallelism; `Routers` does the same for a wrapped model.
 """
 
 import sys
@@ -48,18 +49,18 @@ from elixir_moe.parallel.rules import attach, pattern_of, replicated_everywhere
 from elixir_moe.torch_private import process_groups
 
 TRIED = ("0.16.", "0.19.")
-"""Versions of megatron-core with which this file is tested."""
+"""Versions of megatron-core that this file is tested with."""
 _CUT = {
     "ColumnParallel": {"weight": 0, "bias": 0},
     "RowParallel": {"weight": 1},
     "VocabParallel": {"weight": 0},
     "DotProductAttention": {"softmax_offset": 0},
 }
-"""By class: the tensor dim on which each parameter is cut over tensor-parallel ranks; ``weight0`` is a weight too.
-The ``softmax_offset`` has one element for each head of a rank, and no attribute that says so."""
+"""{part of a class name: {parameter: tensor dim that is sharded over tensor-parallel ranks}}; ``weight0`` is a weight
+too. The ``softmax_offset`` has one element per head of a rank, but no attribute that says so."""
 _EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
-_LATE = "weight gradients would come after the backward in which they are awaited"
-_ONE_TENSOR = "a rank's experts become one tensor of a class of TransformerEngine's own"
+_LATE = "weight gradients would arrive after the backward that awaits them"
+_ONE_TENSOR = "a rank's experts become one tensor of TransformerEngine's own class"
 _UNFIT = {
     "gradient_accumulation_fusion": "it writes gradients to main_grad, which Megatron's own data parallelism owns",
     "calculate_per_token_loss": "gradients are averaged over ranks here: return the mean loss of each micro-batch",
@@ -69,13 +70,13 @@ _UNFIT = {
     "moe_single_grouped_bias": _ONE_TENSOR,
     "finalize_model_grads_func": "em.wrap reduces gradients, and optimizer.step() updates the biases of experts",
 }
-"""Settings that move gradients past autograd or parameters out of sight, with the reason."""
+"""Settings that bypass autograd for gradients or hide parameters, with the reason."""
 _REPLACED = {
     "finish_grad_sync": "em.wrap reduces gradients, and optimizer.step() updates the biases of experts: do not call "
     "finalize_model_grads, and set config.finalize_model_grads_func = None",
     "zero_grad_buffer": "em.wrap keeps gradients in shards: call optimizer.zero_grad()",
 }
-"""Methods of Megatron's data parallelism that programs call, with what to do instead."""
+"""Methods of Megatron's data parallelism that programs call, with their replacement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,31 +98,31 @@ class Owned:
     owner: nn.Module
     expert: bool
     cut: int | None
-    """Tensor dim that is cut over tensor-parallel ranks."""
+    """Tensor dim that is sharded over tensor-parallel ranks; None if it is not sharded."""
     partial: bool
-    """Each tensor-parallel rank has a part of the gradient."""
+    """Whether each tensor-parallel rank has a part of the gradient."""
 
 
 def annotate(model: nn.Module) -> None:
-    """Gives every parameter of a Megatron-core model (a pipeline stage of one) the pattern Megatron built it by.
+    """Gives every parameter of a Megatron-core model, or of a pipeline stage, the pattern that Megatron built it with.
 
     Call it between building the model and `wrap`, after Megatron's ``initialize_model_parallel`` and without Megatron's
-    DistributedDataParallel, which `wrap` replaces. A pattern given before stays if it means the same. Not collective.
+    DistributedDataParallel, which `wrap` replaces. An equivalent pattern given before is kept. Not collective.
 
-    Warns once if this version of megatron-core has not been tried.
+    Warns once if this version of megatron-core has not been tested.
 
     Raises:
-        ConfigError: model parallelism is not initialized; a setting that moves gradients past autograd, or experts
-            into one tensor of TransformerEngine's, or that leaves work to Megatron's own data parallelism.
+        ConfigError: model parallelism is not initialized; a setting bypasses autograd for gradients, puts experts into
+            one tensor of TransformerEngine, or leaves work to Megatron's own data parallelism.
         LayoutError: the model was built on other process groups than Megatron has now; a pattern given by hand, or
-            another name of a tied parameter, contradicts Megatron's attributes; a weight shared by pipeline stages; a
-            mixer of a state space (Mamba, gated delta net) that tensor-parallel ranks cut.
+            another name of a tied parameter, contradicts Megatron's attributes; pipeline stages share a weight;
+            tensor-parallel ranks shard a state-space mixer (Mamba, gated delta net).
     """
     import megatron.core
 
     if not megatron.core.__version__.startswith(TRIED):
         warnings.warn(
-            f"megatron-core {megatron.core.__version__} has not been tried ({' and '.join(f'{v}x' for v in TRIED)} "
+            f"megatron-core {megatron.core.__version__} has not been tested ({' and '.join(f'{v}x' for v in TRIED)} "
             f"have): compare a few steps with your own data parallelism before you trust it",
             stacklevel=2,
         )
@@ -133,7 +134,7 @@ def check(model: nn.Module) -> None:
     """Compares the patterns of a Megatron-core model with Megatron's attributes; does nothing for other models.
 
     Raises:
-        LayoutError: a parameter's pattern, or the lack of one, contradicts them.
+        LayoutError: a parameter's pattern, or the lack of one, contradicts the attributes.
     """
     core: ModuleType | None = sys.modules.get("megatron.core.parallel_state")
     if core is None or not core.model_parallel_is_initialized():
@@ -143,7 +144,7 @@ def check(model: nn.Module) -> None:
 
 
 def refuse_replaced(model: nn.Module) -> None:
-    """Makes what Megatron's data parallelism and checkpoints ask of a wrapped Megatron model raise UsageError."""
+    """Makes methods that Megatron's data parallelism and checkpoints call on a wrapped model raise UsageError."""
     modules = [module for module in model.modules() if _megatron_classes(type(module))]
     for module in modules:
         if hasattr(module, "sharded_state_dict"):
@@ -162,13 +163,13 @@ def _refuse(message: str, *_: object, **__: object) -> NoReturn:
 
 
 class Routers:
-    """The routers of a Megatron model, with what its `finalize_model_grads` does with their counts of tokens.
+    """The routers of a Megatron model, and the balancing of experts that its `finalize_model_grads` would do.
 
-    A router counts in every forward that records gradients. Other models have no such routers.
+    A router counts its tokens in every forward that records gradients. Other models have no such routers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Keeps counts and biases in fp32, also in a model that has been converted to 16 bits."""
+        """Keeps counts and biases in fp32, even in a model that was converted to 16 bits."""
         self._routers: list[Any] = [m for m in model.modules() if _named_so(type(m), ("TopKRouter",))]
         for router in self._routers:
             for name, buffer in router._buffers.items():
@@ -177,7 +178,7 @@ class Routers:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Moves the biases of experts towards balance, by the tokens of all ranks, and sets the counts to zero.
+        """Moves the biases of experts towards balance, given the tokens of all ranks, and resets the counts.
 
         Collective if a router in training mode has biases.
 
@@ -198,7 +199,7 @@ class Routers:
         self.forget_counts()
 
     def forget_counts(self) -> None:
-        """Sets the counts to zero: those for the biases, and those for an auxiliary loss over the batches of a step."""
+        """Resets the counts for the biases, and those for an auxiliary loss over the batches of a step."""
         for router in self._routers:
             if router.enable_expert_bias:
                 router.local_tokens_per_expert.zero_()
@@ -206,9 +207,9 @@ class Routers:
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames `state`, a `full_state_dict` of an annotated Megatron model, as one process would name it.
+    """Renames `state`, a `full_state_dict` of an annotated Megatron model, to the names that one process would use.
 
-    Experts get their numbers among all experts of the layer. Layers keep the numbers of their pipeline stage. Not
+    Experts get their numbers among all experts of the layer. Layers keep their numbers within the pipeline stage. Not
     collective.
     """
     whole: dict[str, Tensor] = {}
@@ -228,7 +229,7 @@ def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _derive(model: nn.Module, *, complete: bool = False) -> dict[nn.Parameter, Pattern]:
-    """The pattern of each parameter; raises LayoutError with all contradictions."""
+    """Returns the pattern of each parameter. Raises LayoutError with all contradictions."""
     _refuse_settings(model)
     grid = _grid()
     problems = list(_foreign_groups(model, grid))
@@ -246,8 +247,8 @@ def _derive(model: nn.Module, *, complete: bool = False) -> dict[nn.Parameter, P
         assert given is not None
         if _meaning(given) != _meaning(pattern):
             problems.append(
-                f"parameter {item.name!r} has the {given}, but Megatron built it by {pattern}: leave it to "
-                f"em.megatron.annotate(model)"
+                f"parameter {item.name!r} has the {given}, but Megatron built it with {pattern}: let "
+                f"em.megatron.annotate(model) set it"
             )
     if problems:
         raise LayoutError("Megatron model: " + "\n  ".join(problems))
@@ -282,7 +283,7 @@ def _grid() -> Grid:
 
 
 def _mesh(**axes: dist.ProcessGroup) -> RankMesh:
-    """The mesh whose axes through this rank are these process groups; others of one kind are shifts of this rank's."""
+    """Returns the mesh whose axes through this rank are these process groups; other groups are shifts of these."""
     rank = dist.get_rank()
     along = {axis: dist.get_process_group_ranks(group) for axis, group in axes.items()}
     ranks = [rank]
@@ -292,7 +293,7 @@ def _mesh(**axes: dist.ProcessGroup) -> RankMesh:
 
 
 def _owned(model: nn.Module) -> Iterator[Owned]:
-    """Every parameter under every name."""
+    """Yields every parameter under every name."""
     experts = {id(p) for m in model.modules() if _named_so(type(m), _EXPERTS) for p in m.parameters()}
     for path, owner in model.named_modules():
         split_heads = path.endswith(("q_layernorm", "k_layernorm")) and not _inside_latent_attention(model, path)
@@ -308,7 +309,7 @@ def _owned(model: nn.Module) -> Iterator[Owned]:
 
 
 def _inside_latent_attention(model: nn.Module, path: str) -> bool:
-    """Whether the norm at `path` is of values that all heads share; other q/k norms are of a rank's own heads."""
+    """Whether the norm at `path` is shared by all heads; other q/k norms belong to a rank's own heads."""
     parent = model.get_submodule(path.rpartition(".")[0])
     return path.endswith("kv_layernorm") or _named_so(type(parent), ("MultiLatentAttention",))
 
@@ -332,7 +333,7 @@ def _pattern(item: Owned, grid: Grid) -> Pattern:
 
 
 def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
-    """`Pattern.view`, and its dim that tensor-parallel ranks cut (see the top of this file)."""
+    """Returns `Pattern.view`, and its dim that is sharded over tensor-parallel ranks (see the top of this file)."""
     owner: Any = item.owner
     shape = item.parameter.shape
     gated = bool(getattr(getattr(owner, "config", None), "gated_linear_unit", False))
@@ -349,7 +350,7 @@ def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-    """The cut dim by class if known: uninitialized weights have no attributes, Transformer Engine's always have."""
+    """Returns the sharded dim, by class if known: attributes are missing on uninitialized weights."""
     if _named_so(type(owner), ("GroupedMLP",)):
         return {"weight1": 1, "weight2": 0}.get(name)
     for kind, dims in _CUT.items():
@@ -385,8 +386,8 @@ def _refuse_settings(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "ddp_config"):
             raise ConfigError(
-                f"module {name or type(module).__name__!r} is in Megatron's own data parallelism: pass the bare model, "
-                f"em.wrap takes its place"
+                f"module {name or type(module).__name__!r} is in Megatron's own data parallelism, which em.wrap "
+                f"replaces: pass the bare model"
             )
         config: Any = getattr(module, "config", None)
         if not _megatron_classes(type(config)):
@@ -398,24 +399,24 @@ def _refuse_settings(model: nn.Module) -> None:
                 raise ConfigError(f"{kind}.{setting} is on, but {why}: set {setting}={off}")
         if max(getattr(config, f"{which}gtp_weight_remat_size", 1) for which in ("", "expert_")) > 1:
             raise ConfigError(
-                f"{kind} cuts weights over more ranks than those of tensor parallelism, and gathers them itself: set "
+                f"{kind} shards weights over more ranks than tensor parallelism has, and gathers them itself: set "
                 f"tensor_parallel_num_weight_shards and expert_tensor_parallel_num_weight_shards to None"
             )
         if "quantile_balancing" in getattr(config, "moe_router_load_balancing_type", ()):
             raise ConfigError(
                 f"{kind}.moe_router_load_balancing_type is 'quantile_balancing', whose biases only the "
-                f"finalize_model_grads of Megatron's own data parallelism updates: take moe_router_enable_expert_bias, "
+                f"finalize_model_grads of Megatron's own data parallelism updates: use moe_router_enable_expert_bias, "
                 f"or one of 'aux_loss', 'seq_aux_loss' and 'global_aux_loss'"
             )
 
 
 def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
-    """Modules that were built on other process groups than Megatron has now."""
+    """Yields an error for each module that was built on other process groups than Megatron has now."""
     experts = {id(m) for e in model.modules() if _named_so(type(e), _EXPERTS) for m in e.modules()}
     for name, module in model.named_modules():
         if not _of_megatron(type(module)) or not any(True for _ in module.parameters()):
             continue
-        # A layer of TransformerEngine has the other name: `tp_group` is none where Megatron's dispatcher does its part.
+        # In layers of TransformerEngine `tp_group` is None if Megatron's dispatcher replaces it; `_tp_group` is not.
         tensor_parallel = "_tp_group" if hasattr(module, "_tp_group") else "tp_group"
         for attribute, axis in ((tensor_parallel, "tp"), ("ep_group", EXPERT_AXIS)):
             if not hasattr(module, attribute):
@@ -430,44 +431,44 @@ def _foreign_groups(model: nn.Module, grid: Grid) -> Iterator[str]:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The ranks of a process group; none if there is none or it has been destroyed."""
+    """Returns the ranks of a process group; empty if it is None or has been destroyed."""
     alive = group is not None and group in process_groups()
     return tuple(dist.get_process_group_ranks(group)) if alive else ()
 
 
 def _contradictions(item: Owned, grid: Grid) -> Iterator[str]:
-    # TransformerEngine states dim 0 of every weight that it does not know to be cut.
+    # TransformerEngine reports dim 0 for every weight that it does not shard itself.
     unknown = getattr(item.owner, "parallel_mode", "known") is None
     stated = None if unknown else _attribute(item.parameter)
     if stated is not None and item.cut is not None and stated != item.cut:
         yield (
-            f"parameter {item.name!r} says partition_dim={stated}, but {type(item.owner).__name__} cuts it on dim "
+            f"parameter {item.name!r} has partition_dim={stated}, but {type(item.owner).__name__} shards it on dim "
             f"{item.cut}"
         )
     if item.cut is not None and item.cut >= item.parameter.dim():
-        yield f"parameter {item.name!r} {tuple(item.parameter.shape)} has no dim {item.cut} to be cut on"
+        yield f"parameter {item.name!r} {tuple(item.parameter.shape)} has no dim {item.cut}, on which it is sharded"
     marked = not unknown and getattr(item.parameter, "tensor_model_parallel", False)
     no_dim = marked and stated is None and item.cut is None
     state_space = any(cls.__module__.startswith("megatron.core.ssm.") for cls in type(item.owner).__mro__)
     if (no_dim or state_space) and grid.dense.size("tp") > 1:
         yield (
-            f"parameter {item.name!r} of a {type(item.owner).__name__} is cut in a way that Megatron's attributes do "
-            f"not say, as those of Mamba and gated delta nets are: build the model with tensor_model_parallel_size=1"
+            f"parameter {item.name!r} of a {type(item.owner).__name__} is sharded in a way that Megatron's attributes "
+            f"do not describe (as in Mamba and gated delta nets): build the model with tensor_model_parallel_size=1"
         )
     if item.expert and item.cut is None and grid.expert.size("tp") > 1:
         yield (
-            f"parameter {item.name!r} of an expert is not cut over the {grid.expert.size('tp')} tensor-parallel ranks "
-            f"inside experts: each of them would add it once"
+            f"parameter {item.name!r} of an expert is not sharded over the {grid.expert.size('tp')} tensor-parallel "
+            f"ranks inside experts: each of them would add it once"
         )
     if getattr(item.parameter, "shared_embedding", False) or getattr(item.parameter, "pipeline_parallel", False):
         yield (
-            f"parameter {item.name!r} is shared by several pipeline stages, which shard their parameters each for "
-            f"itself: build the model with share_embeddings_and_output_weights=False, or without pipeline stages"
+            f"parameter {item.name!r} is shared by several pipeline stages, each of which shards its own parameters: "
+            f"build the model with share_embeddings_and_output_weights=False, or without pipeline stages"
         )
 
 
 def _meaning(pattern: Pattern) -> tuple[Any, ...]:
-    """The content of a pattern without the names of its axes."""
+    """Returns the content of a pattern without the names of its axes."""
     mesh = pattern.mesh
     cuts = [(mesh.ranks_along((axis,)), dim) for axis, dim in pattern.shard if mesh.size(axis) > 1]
     return pattern.replicate_ranks, pattern.gradient_divisor, tuple(cuts), pattern.view
@@ -477,7 +478,7 @@ def _meaning(pattern: Pattern) -> tuple[Any, ...]:
 
 
 def _renumber(model: nn.Module, item: Owned, rank: int) -> str:
-    """The name one process gives to the parameter that rank `rank` of ep holds under this name."""
+    """Returns the name that one process gives to the parameter that rank `rank` of ep holds under this name."""
     parts = item.name.split(".")
     if "local_experts" in parts:  # SequentialMLP: a list of modules
         at = parts.index("local_experts") + 1

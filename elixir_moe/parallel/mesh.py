@@ -1,7 +1,7 @@
 """Device meshes: the ranks along named axes.
 
-Owns the start of torch.distributed and the two mesh shapes every model uses. `pattern` says how a parameter is placed
-along the axes of a mesh.
+Owns the start of torch.distributed and the two mesh shapes that every model uses. Never places a parameter: `pattern`
+describes that.
 
 Ranks are laid out row-major, tensor-parallel ranks next to each other, then experts, as Megatron-core does::
 
@@ -28,13 +28,13 @@ from elixir_moe.parallel.pattern import EXPERT_AXIS, is_whole
 
 _POLL_SECONDS = 0.01
 _EXPERT_MESHES = "elixir_expert_meshes"
-"""Attribute of a ("dp", "tp") mesh: its expert meshes by (ep, etp), so that they live as long as the mesh."""
+"""Attribute of a ("dp", "tp") mesh with its expert meshes by (ep, etp), which live as long as the mesh."""
 
 
 def prepare_process() -> None:
-    """Lets this process end with its own exit code in spite of gloo, and multiply in spite of matrix tiles that trap.
+    """Makes this process exit with its own code in spite of gloo, and multiply in spite of matrix tiles that trap.
 
-    An import of the library does neither: `init_mesh` and `wrap` do, and the command line before it runs a verb.
+    Importing the library does not call it: `init_mesh` and `wrap` do, and the command line before it runs a verb.
     """
     keep_exit_codes()
     spare_tiles()
@@ -43,20 +43,20 @@ def prepare_process() -> None:
 def init_mesh(
     tp: int = 1, *, device_type: str | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> DeviceMesh:
-    """The world as a mesh ("dp", "tp").
+    """Returns the world as a mesh ("dp", "tp").
 
     Starts torch.distributed if it is not running: from torchrun's environment, or as a world of one without it. From
-    then on the process ends with its own exit code, whatever gloo's threads do then, and torch uses no matrix tiles
-    (AMX) of a CPU that refuses them.
+    then on the process exits with its own code, even if gloo's threads still run, and torch avoids matrix tiles (AMX)
+    on a CPU that refuses them.
 
     Args:
         tp: tensor-parallel degree; must divide the world size.
-        device_type: "cuda" or "cpu"; by default CUDA where there is one.
+        device_type: "cuda" or "cpu"; by default CUDA if available.
         backend: as for `init_process_group`; by default gloo for CPU and NCCL for CUDA tensors.
         timeout: how long a rank waits for the others in a collective; by default torch's own timeout.
 
     Raises:
-        LayoutError: `tp` is no whole number that divides the world size.
+        LayoutError: `tp` is not a whole number that divides the world size.
         ConfigError: this machine has no such device.
     """
     prepare_process()
@@ -64,16 +64,16 @@ def init_mesh(
     device_type = devices[0] if device_type is None else device_type
     if device_type not in devices:
         raise ConfigError(f"device_type={device_type!r}: expected one of {devices}, which this machine has, or None")
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # first: NCCL goes by the current device
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # first, since NCCL uses the current device
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if not dist.is_initialized():
         # Without device_id: with it, torch makes every group by splitting the world's communicator. A gloo group of
-        # some ranks then hangs, and gloo's own split of a world that was started again ends the process.
+        # some ranks then hangs, and gloo's split of a restarted world crashes the process.
         backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
-            again = dist.PrefixStore(_round(store, rank, ranks), store)
-            dist.init_process_group(backend, store=again, rank=rank, world_size=ranks, timeout=timeout)
+            fresh = dist.PrefixStore(_start_name(store, rank, ranks), store)
+            dist.init_process_group(backend, store=fresh, rank=rank, world_size=ranks, timeout=timeout)
         elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
@@ -86,10 +86,10 @@ def init_mesh(
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceMesh:
-    """The ranks of `mesh` ("dp", "tp") as a mesh ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
+    """Returns the ranks of `mesh` ("dp", "tp") as a mesh ("edp", "ep", "tp"): `ep` ranks share the experts of a layer.
 
     Collective: every rank of `mesh` must call it, in the same order. Another call with the same degrees returns the
-    same mesh, since every process group costs threads or device memory for as long as the process lives.
+    same mesh, since every process group costs threads or device memory for the lifetime of the process.
 
     Args:
         mesh: a mesh from `init_mesh`.
@@ -97,7 +97,7 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
         etp: tensor-parallel degree inside the experts; by default that of `mesh`.
 
     Raises:
-        LayoutError: `mesh` is no mesh ("dp", "tp"), or the degrees are no whole numbers that divide the ranks.
+        LayoutError: `mesh` is not a mesh ("dp", "tp"), or the degrees are not whole numbers that divide the ranks.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != ("dp", "tp"):
         raise LayoutError(f"expert_mesh needs a mesh with axes ('dp', 'tp'), got {mesh!r}: use em.init_mesh()")
@@ -115,21 +115,21 @@ def expert_mesh(mesh: DeviceMesh, ep: int, *, etp: int | None = None) -> DeviceM
 
 
 def _connected(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """`mesh`, whose `axis` has its NCCL communicator already: a plan counts only the memory that is taken before it.
+    """Creates the NCCL communicator of `axis`, since a plan counts only memory that is allocated before it.
 
-    The other axes have none until they are used: chunks have process groups of their own.
+    The other axes have none until they are used: chunks have separate process groups. Returns `mesh`.
     """
     if mesh.device_type == "cuda" and mesh.get_group(axis).size() > 1:
         connect(mesh.get_group(axis), torch.device("cuda", torch.cuda.current_device()))
     return mesh
 
 
-def _round(store: Any, rank: int, ranks: int) -> str:
-    """A name for this start of the ranks, which all of them learn from rank 0.
+def _start_name(store: Any, rank: int, ranks: int) -> str:
+    """Returns a unique name for this start of the ranks, which all of them get from rank 0.
 
-    After a restart, torchrun gives the ranks the same store as before, with the addresses of dead processes, and no
-    restart number on which all nodes agree. So each rank writes a hello with a name of its own, rank 0 answers to that
-    name, and rank 0 returns when every rank has acknowledged the answer.
+    After a restart, torchrun gives the ranks the same store as before, with the addresses of dead processes, and
+    without a restart number on which all nodes agree. So each rank writes a hello with a unique name, rank 0 answers to
+    that name, and rank 0 returns when every rank has acknowledged the answer.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -141,7 +141,7 @@ def _round(store: Any, rank: int, ranks: int) -> str:
     deadline = time.monotonic() + store.timeout.total_seconds()
     while waiting:
         if time.monotonic() > deadline:
-            raise ElixirError(f"ranks {sorted(waiting)[:8]} did not come to the start of torch.distributed in time")
+            raise ElixirError(f"ranks {sorted(waiting)[:8]} did not join the start of torch.distributed in time")
         for other in list(waiting):
             if store.check([f"hello {other}"]):
                 store.set(f"answer {other} {store.get(f'hello {other}').decode()}", name)
@@ -160,12 +160,12 @@ def _check_degree(name: str, degree: int, whole: int, what: str) -> None:
 
 
 def start(device: torch.device | str | None) -> torch.device:
-    """The device of forward; starts torch.distributed if it is not running.
+    """Returns the device of forward; starts torch.distributed if it is not running.
 
     The start makes this rank's GPU the current one, so the device is looked up after it; a GPU given by its index
     becomes the current one instead.
     """
-    _device(device)  # a missing device is refused before anything is started
+    _device(device)  # raises for a missing device before anything is started
     if not dist.is_initialized():
         init_mesh()
     return _device(device)
@@ -182,5 +182,5 @@ def _device(device: torch.device | str | None) -> torch.device:
     if chosen.type != "cuda":
         return chosen
     if chosen.index is not None:
-        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack go by the current device
+        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack use the current device
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,6 +1,7 @@
-"""Tensors with a shape and no data: meta and fake tensors, on which the planner runs a model.
+"""Tensors without data (meta and fake tensors), on which the planner runs a model.
 
-Owns the test whether a tensor has data, the routing assumed without data, and loops of which a trace runs a part.
+Owns the test whether a tensor has data, the routing assumed without data, and loops that a trace shortens. Never makes
+a tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,33 +14,33 @@ from elixir_moe.torch_private import FakeTensor, TorchDispatchMode, dispatch_mod
 
 
 class Recording(TorchDispatchMode):
-    """A dispatch mode that records what happens, in order of time."""
+    """A dispatch mode that records events, in order of time."""
 
     events: list[Any]
 
 
 def has_data(tensor: Tensor) -> bool:
-    """False for meta and fake tensors: nothing to send, nothing to read."""
+    """Returns False for meta and fake tensors, which cannot be read or sent."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def even_counts(total: int, num_experts: int) -> list[int]:
-    """`total` choices spread over the experts as evenly as whole numbers allow, as balanced routing would."""
+    """Distributes `total` choices over the experts as evenly as whole numbers allow, like balanced routing."""
     share, rest = divmod(total, num_experts)
     return [share + (e < rest) for e in range(num_experts)]
 
 
 def cut(total: int, size: int) -> list[int]:
-    """The lengths of pieces of `size` that make up `total`; the last one may be shorter."""
+    """Returns the lengths of pieces of `size` that add up to `total`; the last one may be shorter."""
     whole, rest = divmod(total, size)
     return [size] * whole + [rest] * (rest > 0)
 
 
 def pieces(lengths: Sequence[int], on: Tensor) -> Iterator[tuple[int, slice]]:
-    """The number and the place of consecutive pieces of these lengths, for a loop whose turns do the same.
+    """Yields (number, slice) of consecutive pieces of these lengths, for a loop with the same work in each iteration.
 
-    On tensors without data that something records, the loop has two turns for each run of equal lengths. The events of
-    the second then stand for those of all later ones: what a turn leaves in memory, the next one frees.
+    While a trace records tensors without data, the loop has two iterations for each run of equal lengths. The events of
+    the second then stand for those of all later ones: each iteration frees what the one before left in memory.
     """
     recording = [] if has_data(on) else [mode for mode in dispatch_modes() if isinstance(mode, Recording)]
     number = start = 0

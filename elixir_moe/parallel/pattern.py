@@ -1,7 +1,7 @@
 """The pattern of a parameter: the axes over which it is replicated, the axes and tensor dims on which it is sharded.
 
-Owns `RankMesh`, a device mesh as plain data, and `Pattern` with its algebra. Starts no communication and creates no
-process group: everything here is arithmetic on ranks, so it can be tested, hashed and planned without a cluster.
+Owns `RankMesh`, a device mesh as plain data, and `Pattern` with its algebra. Never communicates or creates a process
+group: everything here is arithmetic on ranks, so it can be tested, hashed and planned without a cluster.
 Source: "parallel pattern", Elixir v1, section I; the divisor rule is derived below.
 """
 
@@ -15,7 +15,7 @@ import torch
 from elixir_moe.errors import ConfigError, LayoutError
 
 EXPERT_AXIS = "ep"
-"""The one sharded axis along which ranks hold different tokens: experts receive tokens of every rank along it."""
+"""The only sharded axis along which ranks hold different tokens: experts receive tokens of every rank along it."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class RankMesh:
 
     def __post_init__(self) -> None:
         if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.sizes):
-            raise LayoutError(f"mesh axes {self.axes} with sizes {self.sizes}: each size needs one name of its own")
+            raise LayoutError(f"mesh axes {self.axes} with sizes {self.sizes}: each size needs one unique name")
         if math.prod(self.sizes) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             needed = math.prod(self.sizes)
             raise LayoutError(f"mesh of sizes {self.sizes} needs {needed} distinct ranks, got {self.ranks}")
@@ -58,7 +58,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, mesh: "RankMesh | MeshLike") -> "RankMesh":
-        """A `DeviceMesh` as a `RankMesh` (or the argument itself). Raises LayoutError for no mesh or nameless axes."""
+        """Converts a `DeviceMesh` to a `RankMesh`. Raises LayoutError for other objects and for axes without names."""
         if isinstance(mesh, RankMesh):
             return mesh
         if not isinstance(mesh, MeshLike):
@@ -77,7 +77,7 @@ class RankMesh:
 
     @classmethod
     def world(cls, size: int, rank: int) -> Self:
-        """One axis ``dp`` over all `size` ranks."""
+        """Returns a mesh with one axis ``dp`` over all `size` ranks."""
         return cls(axes=("dp",), sizes=(size,), ranks=tuple(range(size)), rank=rank)
 
     def size(self, axis: str) -> int:
@@ -90,7 +90,7 @@ class RankMesh:
         return _unravel(self.ranks.index(self.rank), self.sizes)
 
     def ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that share this rank's coordinate on every *other* axis, in row-major order of `axes` as listed."""
+        """The ranks that share this rank's coordinate on every *other* axis, in row-major order of the given `axes`."""
         chosen = [self.axes.index(axis) for axis in axes]
         coordinate = list(self.coordinate)
         members = []
@@ -105,13 +105,14 @@ class RankMesh:
 class Pattern:
     """The parallel pattern of a parameter.
 
-    ``Pattern(expert, replicate=("edp",), shard={"ep": 0})``: equal on the ranks of ``edp`` (the chunk is scattered over
+    ``Pattern(expert, replicate=("edp",), shard={"ep": 0})``: equal on the ranks of ``edp`` (the chunk is sharded over
     them and gradients are reduced over them), and a different slice of tensor dim 0 on each rank of ``ep``.
 
     Gradient divisor. Every rank's loss is the mean over its own tokens, and the wanted gradient is that of the mean
     over all B ranks that hold different tokens, ``1/B * sum_r dloss_r/dw``. The sum over `replicate` collects them; for
-    experts it includes those of all ranks of ``ep``, whose tokens were sent here. So the divisor is B: the product of
-    the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not edp.
+    experts it includes the gradients of all ranks of ``ep``, whose tokens were sent here. So the divisor is B: the
+    product of the replicated axes that are not `partial`, times ``ep`` if sharded over it. For experts that is dp, not
+    edp.
 
     Raises LayoutError for unknown or repeated axes, an axis of more than one rank that is neither replicated nor
     sharded, a negative dim, a rank outside the mesh, or a value of a wrong type; ConfigError for a wrong
@@ -119,23 +120,23 @@ class Pattern:
     """
 
     mesh: RankMesh
-    """The mesh; a `DeviceMesh` with named axes is accepted and turned into its `RankMesh`."""
+    """The mesh; a `DeviceMesh` with named axes is converted to its `RankMesh`."""
     replicate: tuple[str, ...] = field(kw_only=True)
     """Axes over which the parameter is the same on every rank: its data-parallel process group."""
     shard: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
-    """(axis, tensor dim) pairs, given as a mapping; if two axes cut one dim, the first is the outer one."""
+    """(axis, tensor dim) pairs, given as a mapping; if two axes shard one dim, the first is the outer one."""
     partial: tuple[str, ...] = field(default=(), kw_only=True)
     """Replicated axes whose ranks see the same tokens, each with a part of the gradient: summed, not averaged."""
     divisor: int | None = field(default=None, kw_only=True)
-    """Overrides the derived gradient divisor; needed where the axes' names do not tell who shares a batch."""
+    """Overrides the derived gradient divisor; needed if the axes' names do not determine which ranks share a batch."""
     dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """Compute dtype of this parameter whatever `wrap` says; None follows `wrap`. Integers keep their own."""
+    """Compute dtype of this parameter, regardless of `wrap`; None follows `wrap`. Integers keep their dtype."""
     reduce_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Dtype in which gradients are summed over the ranks, or its name: fp32, or the compute dtype. None follows
-    `Plan.reduce_dtype`, which says what either costs."""
+    `Plan.reduce_dtype`, which documents the cost of either."""
     view: tuple[int, ...] | None = field(default=None, kw_only=True)
-    """Another shape of this rank's slice, whose dims `shard` refers to, for a slice along no dim of the tensor:
-    ``(2, n, k)``, cut on dim 1, of a ``(2 n, k)`` weight that holds gate and up one after the other."""
+    """Another shape of this rank's slice, to whose dims `shard` refers, if the slice is not along a dim of the tensor:
+    ``(2, n, k)``, sharded on dim 1, for a ``(2 n, k)`` weight that holds gate and up one after the other."""
     grows: int = field(default=0, kw_only=True)
     """With a `view`, the tensor dim that is longer in the logical parameter than in the slice."""
 
@@ -193,10 +194,10 @@ class Pattern:
             raise LayoutError(f"{self}: axes {unknown} are not among the mesh's axes {mesh.axes}")
         if len(set(named)) != len(named):
             raise LayoutError(f"{self}: an axis is either replicated or sharded, once; got {named}")
-        loose = [axis for axis in mesh.axes if axis not in named and mesh.size(axis) > 1]
-        if loose:
+        missing = [axis for axis in mesh.axes if axis not in named and mesh.size(axis) > 1]
+        if missing:
             raise LayoutError(
-                f"{self}: says nothing of axes {loose}; add each to replicate=(...) or to shard={{axis: tensor dim}}"
+                f"{self}: lacks the axes {missing}; add each to replicate=(...) or to shard={{axis: tensor dim}}"
             )
         if not set(self.partial) <= set(self.replicate):
             raise LayoutError(f"{self}: partial axes must be among the replicated axes {self.replicate}")
@@ -219,7 +220,7 @@ class Pattern:
     @property
     def replicate_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold the same parameter as this rank, this rank among them."""
-        return tuple(sorted(self.mesh.ranks_along(self.replicate)))  # the order process groups number them in
+        return tuple(sorted(self.mesh.ranks_along(self.replicate)))  # the order in which process groups number them
 
     @property
     def gradient_divisor(self) -> int:
@@ -231,7 +232,7 @@ class Pattern:
         return math.prod(self.mesh.size(a) for a in batch_axes)
 
     def shards_of(self, dim: int) -> int:
-        """Number of parts into which tensor dim `dim` of the logical parameter is cut."""
+        """Number of parts into which tensor dim `dim` of the logical parameter is sharded."""
         return math.prod(self.mesh.size(axis) for axis, d in self.shard if d == dim)
 
     def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -243,7 +244,7 @@ class Pattern:
         return tuple(n * more if dim == self.grows else n for dim, n in enumerate(local_shape))
 
     def grid_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which the slices of all ranks are equal boxes side by side; with a `view`, no `global_shape`."""
+        """The shape in which the slices of all ranks are equal adjacent boxes; not `global_shape` with a `view`."""
         return tuple(n * self.shards_of(dim) for dim, n in enumerate(self.cell_shape(local_shape)))
 
     def cell_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
@@ -252,7 +253,7 @@ class Pattern:
         return tuple(local_shape) if self.view is None else self.view
 
     def local_offset(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Where this rank's slice starts in `grid_shape`, one index per dim."""
+        """The start of this rank's slice in `grid_shape`, one index per dim."""
         coordinate = dict(zip(self.mesh.axes, self.mesh.coordinate, strict=True))
         offset = []
         for dim, n in enumerate(self.cell_shape(local_shape)):
@@ -268,14 +269,14 @@ class Pattern:
         dims = len(local_shape)
         if self.view is not None:
             if math.prod(self.view) != math.prod(local_shape) or self.grows >= dims:
-                raise LayoutError(f"{self}, growing on dim {self.grows}, is of no tensor of shape {tuple(local_shape)}")
+                raise LayoutError(f"{self}, growing on dim {self.grows}, does not fit the shape {tuple(local_shape)}")
             dims = len(self.view)
         missing = [(axis, dim) for axis, dim in self.shard if dim >= dims]
         if missing:
             raise LayoutError(f"{self} shards {missing}, but the tensor has only {dims} dims")
 
     def describe(self) -> str:
-        """The same text on every rank of the mesh; ranks compare it to check that they agree."""
+        """Describes the pattern equally on every rank of the mesh; ranks compare it to check that they agree."""
         return f"{self}, divisor={self.gradient_divisor}, ranks={self.mesh.ranks}"
 
 
@@ -288,11 +289,11 @@ _REDUCED_IN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 
 def reduction_dtype(name: str, given: object) -> torch.dtype | None:
-    """The dtype of a sum, given as such or by name. Raises ConfigError, which calls it `name`."""
+    """Converts a dtype of a sum, or its name, to the dtype. Raises ConfigError, whose message calls it `name`."""
     found = _REDUCED_IN.get(given) if isinstance(given, str) else given
     if given is None or (isinstance(found, torch.dtype) and found in _REDUCED_IN.values()):
         return found  # type: ignore[return-value]
-    raise ConfigError(f"{name}={given!r}: expected float32, bfloat16 or float16 (of torch, or as a text), or None")
+    raise ConfigError(f"{name}={given!r}: expected float32, bfloat16 or float16 (of torch, or as a string), or None")
 
 
 def _is_cut(pair: object) -> bool:

@@ -1,7 +1,8 @@
-"""Products that save no weight for backward: their backward reads the parameter anew.
+"""Products that save no weight for backward, which reads (and so regathers) the parameter again.
 
-Owns the mark of modules with such products alone, and the product of a Linear layer. Inside a checkpointed region whose
-backward runs, weights that autograd has saved stay gathered until they are used. Those that are read again need not.
+Owns the mark of modules that have only such products, and the product of a Linear layer. Never gathers by itself:
+reading a parameter does. Inside a checkpointed region whose backward runs, weights that autograd has saved stay
+gathered until they are used; weights that are read again need not.
 """
 
 from typing import Any, NoReturn
@@ -23,20 +24,21 @@ def mark_saves_no_weights(module: nn.Module, marked: bool = True) -> None:
 def saves_no_weights(module: nn.Module) -> bool:
     """Whether autograd saves none of the module's own parameters.
 
-    A graph of torch.compile saves what it likes, and a transform of torch.func takes plain operators.
+    False under torch.compile, whose graph decides what to save, and in transforms of torch.func, which need plain
+    operators.
     """
     marked: bool = getattr(module, _MARK, False)
     return marked and not torch.compiler.is_compiling() and interpreter() is None
 
 
 class RegatheredParameter:
-    """A parameter that an autograd function has read in forward, and reads again in backward."""
+    """A parameter that an autograd function reads in forward, and again in backward."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter, self._version = parameter, parameter._version
 
     def values(self) -> Tensor:
-        """The parameter. Raises torch's error for a saved tensor that was written since."""
+        """Returns the parameter. Raises torch's error for a saved tensor if it was written since."""
         now = self._parameter._version
         if now != self._version:
             refuse_written(now, self._version, self._parameter.shape)
@@ -44,7 +46,7 @@ class RegatheredParameter:
 
 
 def refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
-    """Raises torch's own error for a tensor of a backward that was written since."""
+    """Raises torch's own error for a tensor that backward needs and that was written since."""
     raise RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of shape {list(shape)} is at version {now}; expected version {then} instead"
@@ -52,7 +54,7 @@ def refuse_written(now: int, then: int, shape: torch.Size) -> NoReturn:
 
 
 class RegatherLinear(nn.Linear):
-    """A Linear layer that saves no weight, if it is marked."""
+    """A Linear layer that saves no weight for backward if it is marked."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""

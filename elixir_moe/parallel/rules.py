@@ -1,6 +1,6 @@
 """The patterns of parameters: glob rules over parameter names.
 
-Owns the match of rules to names and the attribute that carries a pattern. Decides nothing about memory.
+Owns the match of rules to names and the attribute that carries a pattern. Never decides about memory.
 """
 
 import math
@@ -18,7 +18,7 @@ from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
 
 _ATTRIBUTE = "_elixir_pattern"
 UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
-"""The pattern for the shapes of tensors without one: the slice is the whole."""
+"""The pattern of tensors without one: the slice is the whole tensor."""
 
 
 def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
@@ -28,10 +28,9 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
     `fnmatch`'s, so ``*`` also matches dots.
 
     Raises:
-        LayoutError: a parameter no rule matches; a rule that matches nothing, or only parameters of earlier rules; a
-            tied parameter whose names match rules with different patterns; a sharded dim the parameter lacks. The
-            message lists all names concerned. Also if `model` is no nn.Module, or `rules` no mapping of globs to
-            patterns.
+        LayoutError: no rule matches a parameter; a rule matches nothing, or only parameters of earlier rules; the names
+            of a tied parameter match rules with different patterns; a parameter lacks a sharded dim. The message lists
+            all names concerned. Also if `model` is not an nn.Module, or `rules` is not a mapping of globs to patterns.
     """
     if not isinstance(model, nn.Module):
         raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
@@ -75,7 +74,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
             problems.append(f"rule {rule!r} matches no parameter: correct the glob or remove the rule")
         elif not won[rule]:
             problems.append(
-                f"rule {rule!r} never applies: earlier rules take all it matches; put the narrower rule first"
+                f"rule {rule!r} never applies: earlier rules match all its parameters; put the narrower rule first"
             )
     if problems:
         raise LayoutError("annotate: " + "\n  ".join(problems))
@@ -89,7 +88,7 @@ def attach(parameter: torch.Tensor, pattern: Pattern) -> None:
 
 
 def annotate_dtensors(model: nn.Module) -> None:
-    """Gives DTensor parameters that have no pattern the pattern of their placements.
+    """Gives DTensor parameters without a pattern the pattern of their placements.
 
     Raises:
         LayoutError: a placement that no pattern can express.
@@ -101,14 +100,14 @@ def annotate_dtensors(model: nn.Module) -> None:
 
 
 def pattern_of(parameter: torch.Tensor, default: Pattern | None = None) -> Pattern | None:
-    """The pattern `annotate` gave this parameter, or `default`."""
+    """Returns the pattern that `annotate` gave this parameter, or `default`."""
     return getattr(parameter, _ATTRIBUTE, default)
 
 
 def ranks_of_a_batch(model: nn.Module) -> int:
-    """How many ranks must be given the same rows, since weights are cut over them, or gradients summed (`partial`).
+    """Returns how many ranks need the same rows, because weights are sharded over them or gradients summed (`partial`).
 
-    Patterns on expert meshes do not tell: ranks along their axes may have rows of their own.
+    Patterns on expert meshes are ignored: ranks along their axes may have different rows.
     """
     found = 1
     for parameter in model.parameters():
@@ -120,7 +119,7 @@ def ranks_of_a_batch(model: nn.Module) -> int:
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """All names of each parameter, then of each buffer, in the model's order; a tied one has several."""
+    """Returns all names of each parameter, then of each buffer, in the model's order; a tied one has several."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, tensor in named_tensors(model):
         names.setdefault(tensor, []).append(name)
@@ -128,7 +127,7 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, under each of their names; a tile under those of the whole parameter."""
+    """Yields all parameters and buffers, under each of their names; tiles under those of the whole parameter."""
     yield from _named_parameters(model)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -139,24 +138,24 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the logical tensor of which this rank has a part; for a DTensor its own shape, whatever its pattern."""
+    """Returns the shape of the logical tensor of which this rank has a part; for a DTensor its own shape."""
     pattern = UNCUT if is_dtensor(tensor) else pattern_of(tensor) or UNCUT
     return pattern.global_shape(whole_shape(tensor))
 
 
 def logical_numel(tensor: torch.Tensor) -> int:
-    """Elements of the logical tensor; of a tile, its part of them."""
+    """Returns the elements of the logical tensor; for a tile, its share of them."""
     tile, numel = tile_of(tensor), math.prod(logical_shape(tensor))
     return numel if tile is None else numel * (tile.stop - tile.start) // tile.rows
 
 
 def logical_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of the logical tensor that this rank's tensor is, for a pattern without a view."""
+    """Returns the part of the logical tensor that this rank's tensor covers, for a pattern without a view."""
     offset, tile = (pattern_of(tensor) or UNCUT).local_offset(whole_shape(tensor)), tile_of(tensor)
     first = (tile.start if tile is not None else 0, *(0,) * (tensor.dim() - 1))
     return tuple(slice(o + f, o + f + n) for o, f, n in zip(offset, first, tensor.shape, strict=False))
 
 
 def replicated_everywhere() -> Pattern:
-    """The pattern of parameters without one: equal on every rank of the world."""
+    """Returns the default pattern: equal on every rank of the world."""
     return Pattern(RankMesh.world(dist.get_world_size(), dist.get_rank()), replicate=("dp",))

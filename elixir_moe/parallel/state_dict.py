@@ -1,7 +1,7 @@
-"""The state dict that a model gives by itself: its hooks, its overrides and its extra state included.
+"""The model's own state dict, with its hooks, its overrides and its extra state.
 
-Owns the call of ``model.state_dict()`` with other tensors in the place of the model's own, and the name of the tensor
-behind each key. Knows nothing of chunks.
+Owns the call of ``model.state_dict()`` with other tensors instead of the model's own, and the name of the tensor behind
+each key. Never knows chunks.
 """
 
 import os
@@ -20,24 +20,26 @@ from elixir_moe.parallel.tiles import tile_of, whole_name
 from elixir_moe.torch_private import storage_id
 
 _Rename = tuple[str, str, str]
-"""(name in its module, end of the key now, end of the key that is wanted) of a parameter."""
+"""(name in its module, present end of the key, wanted end of the key) of a parameter."""
 
 
 def plain_state_dict(
     model: nn.Module, names: Mapping[nn.Parameter, list[str]], values: Mapping[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
-    """``model.state_dict()`` with whole parameters in the place of tiles, and keys from `names`.
+    """Returns ``model.state_dict()`` with whole parameters instead of tiles, and keys from `names`.
 
-    While it runs, modules hold `values` in the place of their parameters and buffers, if there are any. Torch calls
-    hooks, overrides and ``get_extra_state`` as ever.
+    During the call, modules hold `values` instead of their parameters and buffers. Torch calls hooks, overrides and
+    ``get_extra_state`` as usual.
     """
     with _standing_in(model, names, values or {}):
         return model.state_dict()
 
 
 def keys_of(model: nn.Module) -> dict[str, str | None]:
-    """{key of the model's state dict: first name of its parameter or buffer}; None for what the model computes, and for
-    extra state."""
+    """Returns {key of the model's state dict: first name of its parameter or buffer}.
+
+    The name is None for entries that the model computes, and for extra state.
+    """
     parameters = {t: those for t, those in names_of(model).items() if isinstance(t, nn.Parameter)}
     names: dict[Tensor, list[str]] = {
         t: those for t, those in (*parameters.items(), *persistent_buffers(model).items())
@@ -55,12 +57,12 @@ def keys_of(model: nn.Module) -> dict[str, str | None]:
 
 
 def computed(keys: Mapping[str, str | None]) -> list[str]:
-    """The keys of what a model's state dict computes from its tensors, such as a part of one."""
+    """Lists the keys of entries that a model's state dict computes from its tensors, such as a part of one."""
     return [key for key, name in keys.items() if name is None and not key.endswith("_extra_state")]
 
 
 def persistent_buffers(model: nn.Module) -> dict[Tensor, list[str]]:
-    """All names of each buffer that torch saves."""
+    """Returns all names of each buffer that torch saves."""
     names: dict[Tensor, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -70,7 +72,7 @@ def persistent_buffers(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """{key in the state dict: module} of the modules with ``get_extra_state``, under each of their names."""
+    """Returns {key in the state dict: module} of the modules with ``get_extra_state``, under each of their names."""
     return {
         f"{path}._extra_state".lstrip("."): module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -79,7 +81,7 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unparametrized(name: str) -> str:
-    """The name of a parameter without the path that `torch.nn.utils.parametrize` inserts."""
+    """Returns the name of a parameter without the path that `torch.nn.utils.parametrize` inserts."""
     return re.sub(r"parametrizations\.([^.]+)\.original$", r"\1", name)
 
 
@@ -116,20 +118,20 @@ def _standing_in(
 
 
 def _like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """`value` as a parameter with the attributes of `parameter`, for hooks that look at it."""
+    """Returns `value` as a parameter with the attributes of `parameter`, for hooks that read them."""
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     return other
 
 
 def _wanted(now: str, parameter: nn.Parameter, names: list[str]) -> str:
-    """The one of the parameter's `names` that it has `now`, but for tiles and parametrisations."""
+    """Returns the one of the parameter's `names` that equals `now` except for tiles and parametrizations."""
     plain = unparametrized(whole_name(now, parameter))
     return next(name for name in names if unparametrized(name) == plain)
 
 
 def _ends(now: str, wanted: str) -> tuple[str, str]:
-    """The two names without the path that they share."""
+    """Returns the two names without the path that they share."""
     shared = len(os.path.commonprefix([now, wanted]).rpartition(".")[0])  # noqa: RUF071 (cut at a dot)
     return now[shared:].lstrip("."), wanted[shared:].lstrip(".")
 
@@ -142,7 +144,7 @@ def _rename(renamed: list[_Rename], _module: nn.Module, state: dict[str, Any], p
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Tells tensors with the same elements from others; None for tensors without plain memory."""
+    """Returns a key that only tensors with the same memory share; None for tensors without plain memory."""
     local = local_of(tensor)
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         return None

@@ -1,7 +1,7 @@
-"""Parameters that are tiles of a larger one: consecutive rows of it, each tile a parameter of its own.
+"""Parameters that are tiles of a larger one: consecutive rows, each tile a separate parameter.
 
-Owns the record of a tile and its names. `wrapping.tiling` makes tiles; `state` saves and loads them as the parameter
-that they are part of.
+Owns the record of a tile and its names. Never cuts a parameter: `wrapping.tiling` does, and `state` saves and loads
+tiles as the whole parameter.
 """
 
 import re
@@ -15,7 +15,7 @@ _CHILD = re.compile(r"(?<![^.])tile_\d+\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Rows `start` .. `stop` of a parameter of `rows` rows: of this rank's slice, where the parameter is cut."""
+    """Rows `start` .. `stop` of a parameter with `rows` rows; if the parameter is sharded, of this rank's slice."""
 
     start: int
     stop: int
@@ -28,21 +28,21 @@ def mark(parameter: torch.Tensor, tile: Tile) -> None:
 
 
 def tile_of(tensor: torch.Tensor) -> Tile | None:
-    """The tile that a parameter is; None for a whole one."""
+    """Returns the record of a tile; None for a whole parameter."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def child_name(index: int) -> str:
-    """The name of the module with tile `index`."""
+    """Returns the name of the module with tile `index`."""
     return f"tile_{index}"
 
 
 def whole_name(name: str, tensor: torch.Tensor) -> str:
-    """The name of the parameter of which `tensor`, called `name` in the model, is a tile; `name` for any other."""
+    """Returns the name of the whole parameter for the tile `tensor`, called `name` in the model; else `name`."""
     return name if tile_of(tensor) is None else _CHILD.sub("", name)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of this rank's slice of the parameter, all tiles together."""
+    """Returns the shape of this rank's slice of the whole parameter."""
     tile = tile_of(tensor)
     return tuple(tensor.shape) if tile is None else (tile.rows, *tensor.shape[1:])

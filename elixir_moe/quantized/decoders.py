@@ -1,7 +1,7 @@
 """The decoders of quantized weights: packed codes and scales in, weights in bf16 or fp32 out, in one pass.
 
 Owns the tables and blocks of the formats, and the choice between the native decoders (csrc/), those in Triton and
-torch's operators, which all write the same values. Never encodes, and holds no state.
+torch's operators, which all write the same values. Never encodes.
 """
 
 import warnings
@@ -34,9 +34,9 @@ NF4_VALUES = (
     0.7229568362236023,
     1.0,
 )
-"""What the codes of NF4 stand for, in units of the block's largest magnitude (QLoRA, appendix E): fp32 numbers."""
+"""The values of the codes of NF4, in units of the block's largest magnitude (QLoRA, appendix E): fp32 numbers."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the codes of MXFP4 stand for (OCP Microscaling Formats, 5.3.3)."""
+"""The values of the codes of MXFP4 (OCP Microscaling Formats, 5.3.3)."""
 NF4_BLOCK, MXFP4_BLOCK, FP8_BLOCK = 64, 32, 128
 """Elements that share a scale; for FP8 in both dimensions of a matrix."""
 
@@ -46,17 +46,17 @@ _DECODED_DTYPES = (torch.bfloat16, torch.float32)
 def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes ``NF4_VALUES[code] * scale`` to `out`, the fp32 product rounded to nearest even.
 
-    Blocks of `NF4_BLOCK` elements in the order of memory share a scale, as in bitsandbytes, whose `absmax` it is. The
-    last block may be short.
+    Blocks of `NF4_BLOCK` elements in memory order share a scale, which bitsandbytes calls `absmax`. The last block may
+    be shorter.
 
     Args:
         codes: uint8, half as many elements as `out`, rounded up; the first of two codes is in the high four bits.
-        scales: fp32, one for each block.
+        scales: fp32, one per block.
         out: bfloat16 or fp32, of any shape.
 
-    All are contiguous and on one device. On a CPU the decoder is native, on as many threads as torch uses; on a GPU, it
-    is Triton's where Triton works; elsewhere, and on fake tensors, it is torch's operators. All give the same values,
-    and NaN where a scale is NaN.
+    All are contiguous and on one device. On a CPU the native decoder runs, on as many threads as torch uses; on a GPU
+    Triton's, if Triton works; elsewhere, and on fake tensors, torch's operators. All give the same values, and NaN
+    where a scale is NaN.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -74,10 +74,10 @@ def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
     Args:
         codes: uint8, half as many elements as `out`; the first of two codes is in the low four bits.
-        scales: uint8, one for each block.
+        scales: uint8, one per block.
         out: bfloat16 or fp32; its last dimension is a multiple of a block.
 
-    The last remarks on `decode_nf4` hold here, too.
+    Devices, memory layout and NaNs are as for `decode_nf4`.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -101,7 +101,7 @@ def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         scales: fp32, (..., ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK)).
         out: bfloat16 or fp32, (..., rows, cols): one matrix or several.
 
-    The last remarks on `decode_nf4` hold here, too.
+    Devices, memory layout and NaNs are as for `decode_nf4`.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -123,7 +123,7 @@ def decode_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         scales: fp32, of the shape of `out` without its last dimension.
         out: bfloat16 or fp32, (..., cols).
 
-    The last remarks on `decode_nf4` hold here, too.
+    Devices, memory layout and NaNs are as for `decode_nf4`.
 
     Raises:
         ValueError: The arrays do not match as described above.
@@ -157,19 +157,19 @@ def _check_shape(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _in_host_memory(out: Tensor) -> bool:
-    """Whether the native decoders can write to it: a fake tensor says that it is on a CPU, and has no memory."""
+    """Whether the native decoders can write to `out`; a fake tensor reports a CPU, but has no memory."""
     return _native is not None and out.device.type == "cpu" and type(out) is Tensor
 
 
 def _in_triton(out: Tensor) -> ModuleType | None:
-    """Triton's decoders, if they can write to it. `torch.compile` makes kernels of torch's operators itself."""
+    """Returns Triton's decoders if they can write to `out`; not under `torch.compile`, which makes its own kernels."""
     on_gpu = out.device.type == "cuda" and type(out) is Tensor
     return _triton_on(out.device) if on_gpu and not torch.compiler.is_compiling() else None
 
 
 @cache
 def _triton_on(device: torch.device) -> ModuleType | None:
-    """Triton's decoders, if one runs on `device`: at its first use, Triton needs a C compiler."""
+    """Returns Triton's decoders if one runs on `device`: on its first use, Triton needs a C compiler."""
     if not has_triton():
         return None
     codes, scale = (torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
@@ -177,9 +177,9 @@ def _triton_on(device: torch.device) -> ModuleType | None:
         from elixir_moe import triton_kernels
 
         triton_kernels.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1)
-    except Exception as error:  # whatever its compilers and its driver raise
+    except Exception as error:  # any error of Triton's compilers and driver
         warnings.warn(
-            f"Triton runs no kernel on {device}, so quantized weights are decoded by torch's operators, to the same "
+            f"Triton cannot run a kernel on {device}, so torch's operators decode quantized weights, to the same "
             f"values: {type(error).__name__}: {error}",
             stacklevel=2,
         )
@@ -189,7 +189,7 @@ def _triton_on(device: torch.device) -> ModuleType | None:
 
 @cache
 def _values_on(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The table of a format, copied to a GPU once: each copy would make the host wait."""
+    """Returns the table of a format on a device, copied once: each copy would make the host wait."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -232,7 +232,7 @@ def _decode_nibbles(
 
 @torch.no_grad()
 def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
-    """Decodes matrices; `scales` has the dimensions of `out`."""
+    """Decodes matrices; `scales` has as many dimensions as `out`."""
     if not out.numel():
         return
     rows, cols = out.shape[-2:] if out.ndim > 1 else (1, out.numel())

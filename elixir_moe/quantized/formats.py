@@ -1,9 +1,9 @@
-"""The four formats of frozen weights in 4 or 8 bits: the shapes of their bytes, and the way there and back.
+"""The four formats of frozen weights in 4 or 8 bits: the shapes of their bytes, encoding and decoding.
 
-Owns the encoding, in torch operators that run on any device and on tensors without data; `decoders` decodes. Never
-touches a module.
+Owns the encoding, in torch operators that run on any device and on fake tensors; `decoders` decodes. Never touches a
+module.
 
-    name   codes (of a weight (..., out, in))       scales                                      bytes a weight
+    name   codes (of a weight (..., out, in))       scales                                      bytes/weight
     nf4    uint8 (..., out, in / 2), high nibble     fp32 (..., out, in / 64): the largest        0.5625
            first: the index of a quantile            magnitude of 64 weights of a row
     mxfp4  uint8 (..., out, in / 2), low nibble      uint8 (..., out, in / 32): the exponent,     0.53125
@@ -13,9 +13,9 @@ touches a module.
     int8   int8 (..., out, in)                       fp32 (..., out, 1): the factor of a row      1 + 4 / in
 
 Leading dims are experts, and no block holds weights of two of them. A decoded weight is the product of code and scale
-in fp32, rounded once to the dtype asked for.
-Sources: QLoRA, appendix E, with the codes and scales of bitsandbytes (NF4); OCP Microscaling 1.0 (MXFP4), as gpt-oss
-ships it; DeepSeek-V3, 3.3 (FP8), whose `weight_scale_inv` the scales are.
+in fp32, rounded once to the requested dtype.
+Sources: QLoRA, appendix E, with the codes and scales of bitsandbytes (NF4); OCP Microscaling 1.0 (MXFP4), as shipped
+with gpt-oss; DeepSeek-V3, 3.3 (FP8), which calls the scales `weight_scale_inv`.
 """
 
 import math
@@ -34,34 +34,34 @@ from elixir_moe.quantized.decoders import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4
 from elixir_moe.torch_private import DisableTorchFunction
 
 SLICE_NUMEL = 1 << 22
-"""Weights that are encoded at a time: their temporaries are at most about five times 16 MiB."""
+"""Number of weights that are encoded at a time: their temporaries take at most about five times 16 MiB."""
 _E2M1_LARGEST, _E4M3_LARGEST, _INT8_LARGEST = 6.0, 448.0, 127.0
 _DECODED_TO = (torch.bfloat16, torch.float32)
 _NF4_SMALLEST_SCALE = 1e-38
-"""bitsandbytes divides by no smaller scale."""
+"""The smallest scale by which bitsandbytes divides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """One format; `SCHEMES` has all by name. The scales of `shapes` and the codes belong to a contiguous weight."""
+    """A format of quantized weights; `SCHEMES` has all by name. Shapes are those of a contiguous weight."""
 
     name: SchemeName
-    """What `quantize` calls it."""
+    """The argument of `quantize`."""
     block: tuple[int, int]
     """Rows (outputs) and columns (inputs) that share a scale; 0 columns are a whole row."""
     codes_a_byte: int
-    """2 where a byte has two weights of a row."""
+    """Number of a row's weights per byte: 2, or 1."""
     codes_dtype: torch.dtype
     scales_dtype: torch.dtype
     ragged: bool
     """Whether the last block of rows and of columns may be smaller."""
     encode_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """An fp32 weight (out, in) -> codes and scales."""
+    """Encodes an fp32 weight (out, in) to codes and scales."""
     decode_into: Callable[[Tensor, Tensor, Tensor], None]
-    """Codes and scales of a weight (..., out, in) are decoded into a third tensor, bf16 or fp32."""
+    """Decodes codes and scales of a weight (..., out, in) into a third tensor, bf16 or fp32."""
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """Why a weight of this shape cannot have the format; None if it can."""
+        """Returns why a weight of this shape cannot have the format; None if it can."""
         columns = self.block[1] or 1
         if len(shape) < 2:
             return f"has the shape {tuple(shape)}: expected (..., outputs, inputs)"
@@ -82,23 +82,23 @@ class Scheme:
         return (*experts, math.ceil(rows / self.block[0]), math.ceil(columns / (self.block[1] or columns)))
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """The bytes of a weight: of its codes and of its scales."""
+        """The bytes of a weight's codes and scales."""
         codes = math.prod(self.codes_shape(shape)) * self.codes_dtype.itemsize
         return codes + math.prod(self.scales_shape(shape)) * self.scales_dtype.itemsize
 
     @torch.no_grad()
     def encode(self, weight: Tensor, *, name: str = "weight") -> tuple[Tensor, Tensor]:
-        """Codes and scales of a weight (..., out, in) of any floating dtype, on its device.
+        """Encodes a weight (..., out, in) of any floating dtype to codes and scales, on its device.
 
         Raises:
-            ConfigError: the shape is no multiple of the block, or a weight is not finite; it names the parameter.
+            ConfigError: the shape is not a multiple of the block, or a weight is not finite; names the parameter.
         """
         shape = tuple(weight.shape)
         if (problem := self.problem(shape)) is not None:
             raise ConfigError(f"quantize: parameter {name!r} {problem}")
         codes = weight.new_empty(self.codes_shape(shape), dtype=self.codes_dtype)
         scales = weight.new_empty(self.scales_shape(shape), dtype=self.scales_dtype)
-        if weight.is_meta and type(weight) is Tensor:  # of no `sharded_init`: nothing will ever be computed from it
+        if weight.is_meta and type(weight) is Tensor:  # not from `sharded_init`: its values are never computed
             return codes, scales
         for part, its_codes, its_scales in self._slices(weight, codes, scales):
             check_finite(name, part)
@@ -109,20 +109,20 @@ class Scheme:
 
     @torch.no_grad()
     def decode(self, codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The weight, of `shape` (..., out, in) and a floating `dtype`, on the device of its codes.
+        """Decodes a weight of `shape` (..., out, in) and a floating `dtype`, on the device of its codes.
 
-        Codes and scales may have any shape with the same elements, as checkpoints have them: gpt-oss's codes are
+        Codes and scales may have any shape with the same elements, because checkpoints differ: gpt-oss's codes are
         (experts, out, in / 32, 16), those of bitsandbytes (numel / 2, 1).
         """
         codes, scales = codes.reshape(self.codes_shape(shape)), scales.reshape(self.scales_shape(shape))
         written = dtype if dtype in _DECODED_TO else torch.float32
         weight = torch.empty(shape, dtype=written, device=codes.device)
-        if has_data(weight):  # a trace would follow many small operators for each expert of each layer
+        if has_data(weight):  # a trace would record many small operators for each expert of each layer
             self.decode_into(codes.contiguous(), scales.contiguous(), weight)
         return weight.to(dtype)
 
     def _slices(self, weight: Tensor, codes: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Views of whole blocks of rows of one expert, with about `SLICE_NUMEL` weights each."""
+        """Returns views of whole blocks of rows of one expert, with about `SLICE_NUMEL` weights each."""
         if 0 in weight.shape:
             return []
         rows, columns = weight.shape[-2:]
@@ -141,7 +141,7 @@ class Scheme:
 
 
 def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As bitsandbytes does: times the reciprocal of the scale, to the nearest value; ties go to the lower one."""
+    """Encodes like bitsandbytes: multiplies by the reciprocal of the scale, and rounds ties to the lower value."""
     values = torch.tensor(NF4_VALUES, device=weight.device)
     blocks = weight.unflatten(-1, (-1, NF4_BLOCK))
     scales = blocks.abs().amax(-1)
@@ -151,9 +151,9 @@ def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """With the least exponent that clips no weight, to the nearest value; ties go to the even code."""
+    """Encodes with the least exponent that clips no weight, and rounds ties to the even code."""
     blocks = weight.unflatten(-1, (-1, MXFP4_BLOCK))
-    fraction, exponent = torch.frexp(blocks.abs().amax(-1))  # fraction * 2^exponent, of which 6 is 0.75 * 2^3
+    fraction, exponent = torch.frexp(blocks.abs().amax(-1))  # fraction * 2^exponent; 6 is 0.75 * 2^3
     exponent = torch.where(fraction <= _E2M1_LARGEST / 8, exponent - 3, exponent - 2).clamp(-127, 127)
     scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1)).flatten(-2)
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
@@ -171,7 +171,7 @@ def _fp8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_block(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """The scale of each weight, from those of blocks of 128 x 128."""
+    """Repeats the scales of blocks of 128 x 128 for each weight."""
     return scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
 
 
@@ -185,7 +185,7 @@ def _int8_decode(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
 
 
 def _factor(largest: Tensor, code: float) -> Tensor:
-    """What the largest `code` is multiplied by to give the largest weight; 1 where all weights are 0."""
+    """Returns the scale that maps the largest `code` to the largest weight; 1 where all weights are 0."""
     scales = largest / code
     return torch.where(scales > 0, scales, 1.0)
 
@@ -240,17 +240,17 @@ SCHEMES: Mapping[str, Scheme] = {
 
 def check_finite(name: str, weight: Tensor) -> None:
     """Raises ConfigError, with the parameter's name, for a weight that has data and is not finite."""
-    with DisableTorchFunction():  # a tensor of `sharded_init` would draw its values to answer
+    with DisableTorchFunction():  # otherwise a tensor of `sharded_init` would draw its values
         has_values = has_data(weight)
     if has_values and not weight.isfinite().all():
         raise ConfigError(
-            f"quantize: parameter {name!r} has weights that are not finite: the checkpoint is damaged, or the training "
-            f"it comes from has diverged"
+            f"quantize: parameter {name!r} has weights that are not finite: the checkpoint is damaged, or its training "
+            f"has diverged"
         )
 
 
 def scheme_named(name: str) -> Scheme:
-    """The format of this name. Raises ConfigError with the nearest name for another."""
+    """Returns the format of this name. Raises ConfigError with the nearest name for an unknown one."""
     if name not in SCHEMES:
         raise nothing_called("scheme", str(name), SCHEMES)
     return SCHEMES[name]

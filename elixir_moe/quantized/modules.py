@@ -1,7 +1,7 @@
 """Modules whose weights are quantized: linear layers, and Hugging Face's fused experts.
 
-Owns their forwards. A module becomes one in place, by its class: it stays an instance of the class it was, with its
-hooks, its other parameters and its place in the model.
+Owns their forwards. Never encodes a weight. A module becomes quantized in place, by changing its class to a subclass:
+it keeps its hooks, its other parameters and its place in the model.
 
     Linear     weight (out, in)            weight, weight_scales
     experts    gate_up_proj (E, 2h, d)     gate_up_proj, gate_up_proj_scales    also up_proj, without a gate
@@ -20,9 +20,9 @@ from elixir_moe.quantized.products import grouped_linear, linear
 
 
 class QuantizedLinear(nn.Linear):
-    """(..., in) -> (..., out): a linear layer with a frozen weight of bytes.
+    """A linear layer with a frozen quantized weight: (..., in) -> (..., out).
 
-    ``weight`` has the codes and ``weight_scales`` the scales; ``em.dequantize`` gives the weight back.
+    ``weight`` has the codes and ``weight_scales`` the scales; ``em.dequantize`` restores the weight.
     """
 
     weight_scales: nn.Parameter
@@ -35,12 +35,12 @@ class QuantizedLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """The text that `print` shows."""
+        """Returns the text that `print` shows."""
         return f"{super().extra_repr()}, {self.packed['weight'].scheme}"
 
 
 class QuantizedExperts(FusedExperts):
-    """Fused experts with frozen weights of bytes, of which one expert's weight is decoded at a time."""
+    """Fused experts with frozen quantized weights; one expert's weight is decoded at a time."""
 
     packed: dict[str, Packed]
 
@@ -49,20 +49,20 @@ class QuantizedExperts(FusedExperts):
         codes, scales, bias = getattr(self, name), getattr(self, name + SCALES), getattr(self, f"{name}_bias", None)
         if not isinstance(codes, nn.Parameter):
             raise UsageError(
-                f"peft adds adapters to {name!r}, which is quantized: call em.wrap, or em.group_experts(model), and "
-                f"they are multiplied beside it"
+                f"peft adds adapters to {name!r}, which is quantized: call em.wrap or em.group_experts(model), which "
+                f"multiply adapters separately"
             )
         out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_no_weights(self))
         return out if bias is None else out + bias[groups.experts]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the weight of a module is read by `nn.Linear`'s own forward alone."""
+    """Whether only `nn.Linear`'s own forward reads the weight of a module."""
     return isinstance(module, nn.Linear) and type(module) in (nn.Linear, RegatherLinear, QuantizedLinear)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a module that can be quantized, by their names in it; none for other modules."""
+    """Returns the weights of a module that can be quantized, by their names in it; empty for other modules."""
     if is_linear(module):
         names: tuple[str, ...] = ("weight",)
     elif is_fused_experts(module):
@@ -74,7 +74,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
-    """Gives a module the forward of quantized weights, of which its `name` is one."""
+    """Gives a module the forward of quantized weights; its weight `name` is now in the format `packed`."""
     module.__dict__.setdefault("packed", {})[name] = packed
     if isinstance(module, nn.Linear):
         module.__class__ = QuantizedLinear
@@ -84,7 +84,7 @@ def become_quantized(module: nn.Module, name: str, packed: Packed) -> None:
 
 
 def become_plain(module: nn.Module) -> None:
-    """Undoes `become_quantized`; experts that were spread after it stay so."""
+    """Undoes `become_quantized`; experts that were sharded since stay sharded."""
     spread = is_spread(module)
     del module.packed
     if isinstance(module, nn.Linear):

@@ -1,8 +1,8 @@
-"""Products with quantized weights: what is multiplied is decoded for the product, and again for its backward.
+"""Products with quantized weights, which decode a weight for the product, and again for its backward.
 
-Owns the two autograd functions. They save the bytes alone, through torch's own way, so that saved-tensor hooks see
-them, or read them again in backward; no decoded weight outlives a product. Gradients reach inputs and biases; the
-weights are frozen.
+Owns the two autograd functions. They save only the bytes, with ``save_for_backward``, so that saved-tensor hooks see
+them, or read them again in backward. Never keeps a decoded weight after a product. Gradients reach inputs and biases;
+the weights are frozen.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ from elixir_moe.quantized.packed import Packed
 def linear(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, packed: Packed, *, again: bool = False
 ) -> Tensor:
-    """As `F.linear`: (..., in) -> (..., out), in the dtype of `x`, or in autocast's. `again`: nothing is saved.
+    """Computes `F.linear`, (..., in) -> (..., out), in the dtype of `x` or autocast's. With `again`, saves no weight.
 
-    A weight with a dtype for its products (`Packed.computed_in`) has them in that, whatever autocast says, and gives
-    the dtype of `x`.
+    If the weight has its own dtype for products (`Packed.computed_in`), that is used even under autocast, and the
+    result has the dtype of `x`.
     """
     dtype = computed_in(x, packed)
     out: Tensor = _Linear.apply(x.to(dtype), codes, scales, None if bias is None else bias.to(dtype), packed, again)
@@ -35,32 +35,32 @@ def linear(
 def grouped_linear(
     rows: Tensor, codes: Tensor, scales: Tensor, counts: Sequence[int], packed: Packed, *, again: bool = False
 ) -> Tensor:
-    """(n, in) rows sorted by expert -> (n, out): each row times its expert's weight, (out, in).
+    """Multiplies (n, in) rows sorted by expert by their expert's weight, (out, in) -> (n, out).
 
-    One expert is decoded at a time, and none without rows. `counts` are the rows of each expert. `again`: nothing is
-    saved.
+    Decodes one expert at a time, and only experts with rows. `counts` are the rows of each expert. With `again`, saves
+    no weight.
     """
-    if not has_data(rows):  # of products of one size, a trace needs no more than their sum
+    if not has_data(rows):  # a trace needs only the sum of products of one size
         counts = [sum(counts)]
     return _GroupedLinear.apply(rows.to(computed_in(rows, packed)), codes, scales, list(counts), packed, again)
 
 
 def computed_in(x: Tensor, packed: Packed) -> torch.dtype:
-    """The dtype of a product of `x` and a weight. Raises UsageError for an input of integers."""
+    """Returns the dtype of a product of `x` and a weight. Raises UsageError for an input of integers."""
     if not x.is_floating_point():  # weights decoded to integers would be zeros
         raise UsageError(
-            f"a product of {x.dtype} with quantized weights: expected an input of a floating dtype; where a module "
-            f"casts its input to the dtype of the weight, leave that weight as it is, as in em.quantize(..., skip=...)"
+            f"a product of {x.dtype} with quantized weights: expected an input of a floating dtype; if a module casts "
+            f"its input to the dtype of the weight, do not quantize that weight: em.quantize(..., skip=...)"
         )
     if packed.computed_in is not None:
         return packed.computed_in
     kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
+    casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # autocast does not change fp64
     return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def _keep(ctx: Any, codes: Tensor, scales: Tensor, again: bool) -> None:
-    """Keeps the bytes for `_kept`: saved, or to be read from the parameters again."""
+    """Keeps the bytes for `_kept`: saved, or to be read again from the parameters."""
     ctx.save_for_backward(*(() if again else (codes, scales)))
     ctx.again = (RegatheredParameter(codes), RegatheredParameter(scales)) if again else ()
 

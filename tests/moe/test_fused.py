@@ -173,7 +173,7 @@ def test_adapters_beside_bytes(order: str, layout: str) -> None:
 
 def test_bytes_that_peft_would_add_to_are_named() -> None:
     model = em.quantize(Layer(LAYOUTS["gate"]).requires_grad_(False), "int8", targets="*")
-    with pytest.raises(em.UsageError, match=r"adapters to 'gate_up_proj', which is quantized: call em.wrap, or em.gro"):
+    with pytest.raises(em.UsageError, match=r"adapters to 'gate_up_proj', which is quantized: call em.wrap or em.gro"):
         adapted(model, ("gate_up_proj", "down_proj"))(*routed())
 
 

@@ -209,10 +209,10 @@ def refuse() -> dict[str, str]:
 
 def test_cuts_that_no_pattern_has_are_refused(ranks: Ranks) -> None:
     expected = {
-        "uneven": "'weight' of shape (5, 4): dim 0 is not cut evenly into the 2 parts of S(0) on axis 'tp'",
-        "uneven groups": "'weight' of shape (6, 4): dim 0 is not cut evenly into the 4 parts of _S(0, 2) on axis 'tp'",
-        "uneven together": "'weight' of shape (2, 4): dim 0 is not cut evenly into the 4 parts of S(0) on axis 'tp'",
-        "groups and a cut": "no pattern has another cut beside it; shard the parameter on one axis",
+        "uneven": "'weight' of shape (5, 4): dim 0 is not divisible by the 2 parts of S(0) on axis 'tp'",
+        "uneven groups": "'weight' of shape (6, 4): dim 0 is not divisible by the 4 parts of _S(0, 2) on axis 'tp'",
+        "uneven together": "'weight' of shape (2, 4): dim 0 is not divisible by the 4 parts of S(0) on axis 'tp'",
+        "groups and a cut": "shard the parameter on one axis",
     }
     for said in ranks(4).run(refuse):
         assert set(said) == set(expected)

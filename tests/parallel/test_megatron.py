@@ -602,10 +602,10 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "not initialized": "initialize_model_parallel(...) before the model is built",
             "built before": "was built with tp_group none, Megatron's is [0, 1] now",
             "built on other groups": "was built with tp_group none, Megatron's is [0, 1] now",
-            "no pattern": "'weight' has the Pattern(mesh(dp=2), replicate=('dp',)), but Megatron built it by",
-            "pattern by hand": "leave it to em.megatron.annotate(model)",
+            "no pattern": "'weight' has the Pattern(mesh(dp=2), replicate=('dp',)), but Megatron built it with",
+            "pattern by hand": "em.megatron.annotate(model)",
             "tied": "'whole.weight' is tied to 'cut.weight', which has another pattern",
-            "attribute": "'weight' says partition_dim=1, but ColumnParallelLinear cuts it on dim 0",
+            "attribute": "'weight' has partition_dim=1, but ColumnParallelLinear shards it on dim 0",
             "shared by stages": "share_embeddings_and_output_weights=False",
             "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
             "one tensor": "set moe_single_grouped_weight=False",
@@ -613,9 +613,9 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "own reduction": "set finalize_model_grads_func=None",
             "weights cut further": "set tensor_parallel_num_weight_shards and",
             "a derived config": "Provider.calculate_per_token_loss is on",
-            "mixer": "'A_log' of a MambaMixer is cut in a way that Megatron's attributes do not say",
-            "Megatron's DDP": "em.wrap takes its place",
-            "version": "megatron-core 0.99.0 has not been tried",
+            "mixer": "'A_log' of a MambaMixer is sharded in a way that Megatron's attributes do not describe",
+            "Megatron's DDP": "in Megatron's own data parallelism",
+            "version": "megatron-core 0.99.0 has not been tested",
         }
         assert set(said) == set(expected), rank
         for what, text in expected.items():

@@ -72,8 +72,8 @@ class TestRankMesh:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"axes": ("dp", "dp"), "sizes": (1, 2)}, "name of its own"),
-            ({"axes": ("dp",), "sizes": (1, 2)}, "name of its own"),
+            ({"axes": ("dp", "dp"), "sizes": (1, 2)}, "unique name"),
+            ({"axes": ("dp",), "sizes": (1, 2)}, "unique name"),
             ({"axes": ("dp",), "sizes": (3,)}, "needs 3 distinct ranks"),
             ({"axes": ("dp",), "sizes": (2,), "ranks": (1, 1), "rank": 1}, "needs 2 distinct ranks"),
             ({"axes": ("dp",), "sizes": (2,), "rank": 5}, "rank 5 is not in its own mesh"),
@@ -160,7 +160,7 @@ class TestPattern:
             assert torch.equal(whole.view(2, 4, 3)[window], local.view(cell))
         assert pattern != Pattern(mesh(1, tp=2), replicate=(), shard={"tp": 1}) and "view=(2, 2, 3)" in str(pattern)
         for shape in ((4, 4), ()):
-            with pytest.raises(LayoutError, match=r"growing on dim 0, is of no tensor of shape"):
+            with pytest.raises(LayoutError, match=r"growing on dim 0, does not fit the shape"):
                 pattern.global_shape(shape)
 
     def test_replicas_have_the_same_slice(self) -> None:
@@ -196,7 +196,7 @@ class TestPattern:
             ({"replicate": ("dp", "tp"), "partial": ("ep",)}, r"axes \['ep'\] are not among"),
             ({"replicate": ("dp", "tp"), "shard": {"tp": 0}}, "either replicated or sharded, once"),
             ({"replicate": ("dp", "tp", "dp")}, "either replicated or sharded, once"),
-            ({"replicate": ("dp",)}, r"says nothing of axes \['tp'\]"),
+            ({"replicate": ("dp",)}, r"lacks the axes \['tp'\]"),
             ({"replicate": ("dp",), "shard": {"tp": 0}, "partial": ("tp",)}, "partial axes must be among"),
             ({"replicate": ("dp",), "shard": {"tp": -1}}, "count from 0"),
             ({"replicate": ("dp", "tp"), "divisor": 0}, "divisor=0: expected a whole number of at least 1 or None"),
