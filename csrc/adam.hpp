@@ -55,7 +55,7 @@ struct AdamSettings {
 /// The best instruction set of this CPU and operating system.
 Isa best_isa() noexcept;
 
-/// Whether this CPU and operating system can run it.
+/// Whether this CPU and operating system can run the instruction set.
 bool can_run(Isa isa) noexcept;
 
 /// Updates the arrays in place with at most `threads` threads, the caller's included; small shards use fewer.

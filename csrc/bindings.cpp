@@ -80,7 +80,7 @@ std::size_t blocks_in(std::size_t numel, std::size_t block) {
     return numel / block + (numel % block != 0);
 }
 
-// What both steps ask of the arrays beside the weight, which has `numel` elements.
+// Checks the other arrays of a step against the weight, which has `numel` elements; both steps use it.
 template <class Moment>
 void check_arrays(const Moment& exp_avg, const Moment& exp_avg_sq, const ConstArray& grad,
                   const std::optional<Array>& compute, std::size_t numel, int threads) {

@@ -10,7 +10,7 @@
 
 namespace elixir {
 
-/// Codes of four bits, two a byte; NF4 and MXFP4 are this.
+/// Codes of four bits, two per byte: NF4 and MXFP4.
 ///
 ///     byte     0        1                  block / 2 - 1
 ///            | 0 . 1 | 2 . 3 | ...       | . block - 1 | ...    elements; the first is in the high or the low nibble
@@ -41,7 +41,7 @@ struct Octets {
 /// work. `isa` must be no better than best_isa().
 void decode_nibbles(const Nibbles& packed, void* out, Dtype dtype, Isa isa, int threads);
 
-/// As decode_nibbles, with (matrices, rows, cols) elements.
+/// Like decode_nibbles, for (matrices, rows, cols) elements.
 void decode_octets(const Octets& packed, void* out, Dtype dtype, Isa isa, int threads);
 
 }  // namespace elixir

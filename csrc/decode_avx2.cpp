@@ -34,7 +34,7 @@ struct Avx2 : Vectors<8> {
         }
     }
 
-    /// 16 results as bfloat16, low and high bytes apart, as shuffles of bytes want them.
+    /// 16 results as bfloat16, with low and high bytes separated for shuffles of bytes.
     class Rounded {
       public:
         explicit Rounded(const Table& results) {

@@ -22,8 +22,8 @@ struct Avx512 : Vectors<16> {
         store<F>(to + 16, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm256_extracti128_si256(codes, 1)), table));
     }
 
-    /// 16 results as bfloat16, twice: a shuffle of words minds the lower five bits of a code, and the fifth is
-    /// another's.
+    /// 16 results as bfloat16, twice: a shuffle of words uses the lower five bits of a code, and the fifth belongs to
+    /// another code.
     class Rounded {
       public:
         explicit Rounded(const Table& results)

@@ -29,7 +29,7 @@ namespace {
 
 constexpr std::uint32_t kNan = 0x7fc00000;
 
-/// One NaN for all: which payload a product of two NaNs has depends on the order in which a compiler multiplies.
+/// The same NaN for all: the payload of a product of two NaNs depends on the order in which a compiler multiplies.
 [[maybe_unused]] float with_one_nan(float scale) {
     return scale == scale ? scale : std::bit_cast<float>(kNan);
 }

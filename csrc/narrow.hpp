@@ -3,7 +3,7 @@
 //
 // Knows nothing of Python. Arrays are plain pointers; the caller guarantees their length. Allocates only for threads.
 //
-// The arithmetic is Adam's, in float, every operation rounded by itself, so that any device has the same bits:
+// The arithmetic is Adam's, in float, with each operation rounded separately, so that every device has the same bits:
 //
 //     g = grad * grad_scale                       (negated to maximize)
 //     g = g + p * weight_decay                    Adam, where weight_decay is not 0
@@ -13,14 +13,14 @@
 //     d = sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps
 //     p = p + (-lr / (1 - beta1^step) * m) / d
 //
-// Scalars are computed in double and rounded once. Against adam.hpp this saves a division, of three operations that
-// wait for the divider. What is stored in fewer bits is rounded stochastically: random bits are added below the last
-// bit that is kept, and what is below is cut off. So an update smaller than half a step is not lost, and the expected
-// value is exact.
+// Scalars are computed in double and rounded once. Compared with adam.hpp this saves one of three operations that wait
+// for the divider. Values stored in fewer bits are rounded stochastically: random bits are added below the last bit that
+// is kept, and the rest is truncated. So an update smaller than half a step is not lost, and the expected value is
+// exact.
 //
 //     bfloat16   16 random bits
-//     code       8 bits. Each block of 256 elements has an exponent, in a byte of its own. A code is a float without
-//                exponent bits of its own kind: it counts steps down from the largest exponent of its block.
+//     code       8 bits. Each block of 256 elements has an exponent, in a separate byte. A code is a float whose
+//                exponent counts down from the largest exponent of its block.
 //
 //                               exp_avg                 exp_avg_sq
 //                    x          |m|                     u = sqrt(sqrt(v)); v = (u * u) * (u * u), exactly
@@ -33,19 +33,19 @@
 //                    code     = q - fine + half                         from fine on
 //                               (q + two bits >> 2) - fine / 4 + half   below: two bits of mantissa fewer
 //
-//                The two bits are random for the block: those of its first element, and one more for each element on.
+//                The two bits are random per block: those of its first element, incremented for each further element.
 //
 //                So codes are fine for gradients from 2^-8 of the block's largest up, and coarse down to 2^-39. Below
-//                that a first moment is 0. A second moment above zero never is: it gets the smallest code, or that of
-//                2^-124, below which the products underflow. Scales are powers of two: a block whose largest element
-//                changes keeps the grid of all others, and a value on a grid is not rounded again.
+//                that a first moment is 0. A second moment above zero never becomes 0: it gets the smallest code, or
+//                that of 2^-124, below which the products underflow. Scales are powers of two: if the largest element
+//                of a block changes, the grid of all others stays, and a value on a grid is not rounded again.
 //
-//                Why the fourth root: stochastic rounding keeps the mean of what is rounded, here of a first moment.
-//                With v rounded so, its errors walk through a thousand steps, and 1 / sqrt(v) is too large by 3/8 of
-//                their variance V, on average. Rounding v^a instead leaves (a / 2 - 1 / 8) V: nothing for a = 1/4.
+//                Why the fourth root: stochastic rounding keeps the mean of the rounded value, here of a first moment.
+//                If v were rounded, its errors would accumulate over a thousand steps, and 1 / sqrt(v) would be too
+//                large by 3/8 of their variance V, on average. Rounding v^a leaves (a / 2 - 1 / 8) V: 0 for a = 1/4.
 //
-// Random bits depend on (key, index of the element) alone, whatever the threads and the instruction set. One word of 32
-// bits serves all three; none shares its upper bits, which decide, with another:
+// Random bits depend only on (key, index of the element), not on threads or instruction set. One word of 32 bits serves
+// all three; their upper bits, which decide, do not overlap:
 //
 //                  weight     exp_avg    exp_avg_sq
 //     codes        0 .. 15    0 .. 19    14 .. 31

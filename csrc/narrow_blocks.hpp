@@ -5,16 +5,15 @@
 // `Vectors` with sqrt, load_float16, to_float16, widen (bytes to halves), low, high, pack, minus_or_zero (a - b, or 0
 // where that is below) and the largest of the halves. Everything here is in an unnamed namespace for the same reason.
 //
-// With 10 bytes an element (bf16 weight and gradient, codes) instead of 28, what costs time is arithmetic and no longer
-// memory. So whatever has 16 bits or fewer is handled in registers of halves, of which one instruction takes twice as
-// many. A bf16 number is widened by putting zeros below it, and codes are bf16 numbers. Widening and packing stay
-// within parts of 128 bits, where they take one instruction each: `low` and `high` are the first and the second four
-// halves of each such part, and `pack` undoes it. Only what has 32 bits in memory is put into this order (`load`) and
-// back (`store`).
+// With 10 bytes per element (bf16 weight and gradient, codes) instead of 28, the kernel is bound by arithmetic and no
+// longer by memory. So values of 16 bits or fewer are processed in registers of halves, twice as many per instruction. A
+// bf16 number is widened by appending zeros, and codes are bf16 numbers. Widening and packing stay within parts of 128
+// bits, where they take one instruction each: `low` and `high` are the first and the second four halves of each such
+// part, and `pack` undoes it. Only values with 32 bits in memory are put into this order (`load`) and back (`store`).
 //
-// Codes take two passes over a block of 256 elements, since its largest element is known only after the first; what
-// the first leaves stays in the nearest cache. Blocks are always whole: the last of a shard is filled up with zeros,
-// which no code notices.
+// Codes take two passes over a block of 256 elements, since its largest element is known only after the first, whose
+// results stay in the nearest cache. Blocks are always whole: the last one of a shard is padded with zeros, which do not
+// change its codes.
 #pragma once
 
 #include <limits>
@@ -44,8 +43,8 @@ inline typename V::I draw(const NarrowArrays& a, bool high, std::size_t i) {
     return word_of<typename V::I>(a, x + (a.first + static_cast<std::uint32_t>(i)));
 }
 
-/// The upper half of a float after random bits were added to the lower one. A NaN stays one: gradients have the one of
-/// `one_nan`, and the lower half of what arithmetic makes of bf16 is 0.
+/// The upper half of a float after random bits were added to the lower one. A NaN stays a NaN: gradients have that of
+/// `one_nan`, and the lower half of a NaN computed from bf16 is 0.
 template <class V>
 inline typename V::I random_bfloat16(typename V::F x, typename V::I random) {
     return (std::bit_cast<typename V::I>(x) + random) >> 16;
@@ -110,7 +109,7 @@ inline H zero_where_zero(H value, H tested) {
     return tested == 0 ? H{} : value;
 }
 
-/// How a moment is coded (narrow.hpp).
+/// The constants of a moment's coding (narrow.hpp).
 struct Coding {
     std::uint32_t shift;  // bits of a float below its step
     std::uint32_t half;   // the first fine code
@@ -125,7 +124,7 @@ inline std::uint32_t exponent_of(const Coding& coding, std::uint32_t step) {
     return larger(step >> (23 - coding.shift), coding.least);
 }
 
-/// What the codes of a block are counted from: in fine steps, and in coarse ones of four.
+/// The bases of a block's codes: in fine steps, and in coarse ones of four.
 template <class V>
 struct Base {
     typename V::H fine, coarse, first;
@@ -158,7 +157,7 @@ inline typename V::H step_of(const Base<V>& base, typename V::H code) {
     return zero_where_zero(smaller<typename V::H>(code + base.fine, (code + base.coarse) << 2), code);
 }
 
-/// The two random bits of each coarse step of a block: those of its first word, and counted on from there.
+/// The two random bits of each coarse step of a block: those of its first word, incremented for each element.
 template <class V>
 struct Turns {
     typename V::H avg, sq;
@@ -173,7 +172,7 @@ inline Turns<V> turns_of(std::uint32_t word) {
     return {from(word >> 20), from(word)};
 }
 
-/// The turns of the element at `i` and those behind it: the first ones again, where a register has whole rounds.
+/// The turns of the element at `i` and the following ones; the first ones again if a register has whole rounds.
 template <class V>
 inline typename V::H turn_at(typename V::H turns, std::size_t i) {
     return V::width > 1 ? turns : (turns + static_cast<std::uint16_t>(i)) & 3;
@@ -207,14 +206,13 @@ constexpr std::size_t bytes_of(Moments moments) {
 
 constexpr std::size_t kFetchAhead = 512;  // elements
 
-/// Asks for an array's elements before they are used, as adam_simd.hpp does and for its reason. The address may be past
-/// the array's end: that does nothing.
+/// Prefetches an array's elements, for the reason in adam_simd.hpp. An address past the array's end has no effect.
 inline void fetch_ahead(const void* array, std::size_t i, std::size_t bytes) {
     const auto address = reinterpret_cast<std::uintptr_t>(array) + (i + kFetchAhead) * bytes;
     __builtin_prefetch(reinterpret_cast<const void*>(address));
 }
 
-/// `x`, whose NaNs are all the same one: random bits that are added below another one's would overflow into zero.
+/// `x` with all NaNs replaced by the same one: adding random bits to another one could overflow to zero.
 template <class V>
 inline typename V::F one_nan(typename V::F x) {
     return x == x ? x : typename V::F{} + std::numeric_limits<float>::quiet_NaN();

@@ -37,7 +37,7 @@ void in_parts(std::size_t parts, std::size_t numel, const StartOf& start_of, con
             });
         }
     } catch (const std::system_error&) {
-        // The system has no more threads: the caller's thread does the rest.
+        // The system cannot start another thread: the caller's thread does the rest.
     }
     work(part, start_of(part), numel);
 }

@@ -1,7 +1,7 @@
-// Registers as the vector types of GCC and Clang, whose operators work on every element, and what is written the same
-// way for every instruction set.
+// Registers as the vector types of GCC and Clang, whose operators work on every element, and the code that is the same
+// for every instruction set.
 //
-// Owns types and functions of internal linkage alone: each file's copy has the instructions of that file.
+// Owns only types and functions of internal linkage: each file's copy has the instructions of that file.
 #pragma once
 
 #include <bit>

@@ -38,7 +38,7 @@ class Placement:
         Returns the bytes; None if host memory is too small even with all of them on disk.
 
         Each chunk on disk leaves less state in host memory, but may need larger buffers. So the number of chunks on
-        disk begins where the state alone fits, and grows until the buffers fit too.
+        disk starts where the state without buffers fits, and grows until the buffers fit too.
         """
         self.put(min(self.on_disk, on_device), on_device)
         while self.on_disk < on_device and self.ledger.state_bytes(Tier.HOST, sums=backwards > 1) <= host_bytes:
