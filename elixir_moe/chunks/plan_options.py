@@ -1,7 +1,7 @@
-"""The options of plans, as settings of programs know them: names, types, presets and meanings.
+"""The options of plans as settings of programs: names, types, presets and meanings.
 
-Reads them from the source of `plan`, where an option is written once: its field, and the presets that take it. A
-program that offers the presets offers a new option without a change. Imports no torch, so that help is quick.
+Owns the table, read from the source of `plan`, where an option is written once: its field, and the presets that have
+it. A program that offers the presets offers a new option without a change. Never imports torch, so that help is quick.
 """
 
 import ast
@@ -18,9 +18,9 @@ from elixir_moe.names import Master, Moments
 PRESETS = ("ddp", "zero2", "zero3", "offload", "auto")
 """The presets of `Plan`."""
 _OF_A_STEP = ("step", "sample", "accumulation")
-"""Arguments of `Plan.auto` that are no options: a program has a step of its own."""
+"""Arguments of `Plan.auto` that are not options: a program has its own step."""
 _AS_TEXT = {"os.PathLike[str]": "str", "torch.dtype": "str"}
-"""Types of arguments that a setting gives as text."""
+"""Types of arguments that a setting passes as a string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,20 @@ class Option:
 
     name: str
     type: Any
-    """The type of a setting that gives it; None leaves it to the preset."""
+    """The type of the setting; None leaves the value to the preset."""
     presets: tuple[str, ...]
-    """Those that take it."""
+    """The presets that have it."""
     meaning: str
 
     @property
     def is_size(self) -> bool:
-        """Whether it is given in bytes or as a text with a unit."""
+        """Whether its value is a number of bytes or a string with a unit."""
         return self.type == int | str | None
 
 
 @functools.cache
 def options() -> Mapping[str, Option]:
-    """{name: option} of all presets; those of `Plan.offload` first."""
+    """Returns {name: option} of all presets; the options of `Plan.offload` come first."""
     classes = {node.name: node for node in ast.parse(_source()).body if isinstance(node, ast.ClassDef)}
     functions = {node.name: node for node in classes["Plan"].body if isinstance(node, ast.FunctionDef)}
     presets = {name: functions[name] for name in sorted(PRESETS, key="offload".__ne__)}
@@ -50,8 +50,8 @@ def options() -> Mapping[str, Option]:
     for preset in reversed(presets.values()):
         meanings |= _of_arguments(ast.get_docstring(preset) or "")
     types = {name: kind for preset in presets.values() for name, kind in _typed(preset)}
-    taken = {name: tuple(each for each in PRESETS if name in dict(_typed(presets[each]))) for name in types}
-    return {name: Option(name, kind, taken[name], meanings[name]) for name, kind in types.items()}
+    having = {name: tuple(each for each in PRESETS if name in dict(_typed(presets[each]))) for name in types}
+    return {name: Option(name, kind, having[name], meanings[name]) for name, kind in types.items()}
 
 
 def _source() -> str:
@@ -59,7 +59,7 @@ def _source() -> str:
 
 
 def _typed(preset: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
-    """(name, type) of the arguments of a preset that are options."""
+    """Yields (name, type) of the arguments of a preset that are options."""
     for argument in preset.args.kwonlyargs:
         if argument.arg not in _OF_A_STEP and argument.annotation is not None:
             text = ast.unparse(argument.annotation)
@@ -69,14 +69,14 @@ def _typed(preset: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
 
 
 def _of_fields(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of the fields of a dataclass."""
+    """Yields (name, docstring) of the fields of a dataclass."""
     for field, text in itertools.pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             yield ast.unparse(field.target), _plain(ast.literal_eval(text.value))
 
 
 def _of_arguments(docstring: str) -> dict[str, str]:
-    """{name: meaning} of the arguments that a docstring explains one by one; others have a field of their name."""
+    """Returns {name: meaning} of the arguments that a docstring explains; the field explains the others."""
     _, _, entries = inspect.cleandoc(docstring).partition("Args:\n")
     found: dict[str, str] = {}
     name = ""

@@ -97,7 +97,7 @@ class GroupedExperts(nn.Module):
         """(n, d) rows, sorted by expert -> (n, d).
 
         An expert without rows gets a gradient of zeros. Uses a fused kernel of `torch.nn.functional.grouped_mm` if
-        there is one (see `_has_grouped_kernel`); else a loop, which is no slower on a CPU, where grouped_mm loops too.
+        there is one (see `_has_grouped_kernel`); else a loop, as fast as grouped_mm on a CPU, which loops too.
         """
         rows = rows.to(self.w_in.dtype)
         saves = not saves_no_weights(self)

@@ -57,7 +57,7 @@ _CUT = {
     "DotProductAttention": {"softmax_offset": 0},
 }
 """{part of a class name: {parameter: tensor dim that is sharded over tensor-parallel ranks}}; ``weight0`` is a weight
-too. The ``softmax_offset`` has one element per head of a rank, but no attribute that says so."""
+too. The ``softmax_offset`` has one element per head of a rank, which no attribute of it tells."""
 _EXPERTS = ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")
 _LATE = "weight gradients would arrive after the backward that awaits them"
 _ONE_TENSOR = "a rank's experts become one tensor of TransformerEngine's own class"
