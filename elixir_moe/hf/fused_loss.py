@@ -142,7 +142,7 @@ class FusedLoss:
             logits.detach().float(), expected, tolerance, tolerance
         ):
             raise ConfigError(
-                f"a loss without logits of {self._kind}: behind its head it changes its logits in a way that its "
-                f"config does not say (final_logit_softcapping, logit_scale and logits_scaling are known); {_INSTEAD}"
+                f"a loss without logits of {self._kind}: after its head it changes its logits in a way that its config "
+                f"does not state (final_logit_softcapping, logit_scale and logits_scaling are known); {_INSTEAD}"
             )
         self._checked = True

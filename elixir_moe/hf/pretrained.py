@@ -481,7 +481,7 @@ def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) ->
 def _make(model: Any, buffers: list[Tensor]) -> None:
     """Lets `transformers` initialize `buffers` only.
 
-    It skips marked tensors, and cannot change tensors on meta. Bytes on meta, which it cannot draw, are marked too.
+    It skips marked tensors, and cannot change tensors on meta. Bytes on meta, which it cannot fill, are marked too.
     """
     new = {id(buffer) for buffer in buffers}
     tensors = [tensor for _, tensor in named_tensors(model) if id(tensor) not in new]

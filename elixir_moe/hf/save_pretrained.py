@@ -230,7 +230,7 @@ def _refuse_more_than_tensors(model: nn.Module, wrapped: Wrapped) -> None:
 def _refuse_undeclared_ties(model: Any, wrapped: Wrapped) -> None:
     """Raises UsageError for a tensor with two names that a model of transformers does not declare as tied.
 
-    A folder has each tensor once, and `from_pretrained` draws tensors that are missing.
+    A folder has each tensor once, and `from_pretrained` initializes tensors that are missing.
     """
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     first = _keys_of_files(wrapped)
@@ -238,7 +238,7 @@ def _refuse_undeclared_ties(model: Any, wrapped: Wrapped) -> None:
         if name is not None and key != first[name] and not {key, first[name]} & tied.keys():
             raise UsageError(
                 f"{first[name]!r} and {key!r} are one tensor, and the model does not declare it in _tied_weights_keys: "
-                f"from_pretrained would draw the second. Declare it there, or take the weights with em.full_state_dict"
+                f"from_pretrained would initialize the second. Declare it there, or use em.full_state_dict"
             )
 
 

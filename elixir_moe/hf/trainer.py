@@ -354,7 +354,7 @@ class ElixirMixin(_Trainer):
             if any(tensor.is_meta for tensor in self.model.parameters()):
                 raise UsageError(
                     "save_model before train(): the model's weights are on the meta device until train() has read or "
-                    "drawn them. Call train() first; before it, they are in the folder of wrap={'weights': folder}"
+                    "initialized them. Call train() first; until then, use the folder of wrap={'weights': folder}"
                 )
             super().save_model(output_dir, _internal_call)
             return

@@ -95,8 +95,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no causal model": (FAMILIES["bert"].build, "BertForMaskedLM: expected a causal language model"),
     "a sequence to a sequence": (FAMILIES["t5"].build, "T5ForConditionalGeneration: expected"),
     "a head with adapters": (with_adapters, "of a head Linear: expected a Linear or an Embedding"),
-    "logits that are changed": (scaled_elsewhere, "changes its logits in a way that its config does not say"),
-    "logits that a hook changes": (scaled_by_a_hook, "changes its logits in a way that its config does not say"),
+    "logits that are changed": (scaled_elsewhere, "final_logit_softcapping, logit_scale"),
+    "logits that a hook changes": (scaled_by_a_hook, "final_logit_softcapping, logit_scale"),
 }
 
 
