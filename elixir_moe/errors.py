@@ -49,7 +49,7 @@ class OutOfStepError(ElixirError):
     """The collectives or steps of this rank no longer match those of other ranks."""
 
 
-def nothing_called(what: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """Returns the error for an unknown `name` of a `what` ("model"), with the nearest known name and all others."""
     known = list(known)
     hint = did_you_mean(name, known)

@@ -123,7 +123,7 @@ def raise_on_all_ranks(
     raise (error or kind)(f"[rank {rank}]{others} {text}") from raised
 
 
-def made_on_all_ranks(what: str, make: Callable[[], T]) -> T:
+def make_on_all_ranks(what: str, make: Callable[[], T]) -> T:
     """Returns what `make` makes on this rank; it must not be collective. Raises as `raise_on_all_ranks`. Collective."""
     made: list[T] = []
     raise_on_all_ranks(what, lambda: made.append(make()))
@@ -209,7 +209,7 @@ def drop_all(groups: ControlGroups, communicators: Iterable[Communicator]) -> No
 
 
 class Deferred:
-    """Work between collectives; `settle` raises its failure, since the other ranks are already in the next one."""
+    """Work between collectives; `finish` raises its failure, since the other ranks are already in the next one."""
 
     def __init__(self, what: str, *, error: type[ElixirError] | None = None) -> None:
         """`what` and `error` as in `raise_on_all_ranks`."""
@@ -225,7 +225,7 @@ class Deferred:
             except Exception as error:
                 self._failure = error
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Raises on all ranks of the world, as `raise_on_all_ranks`, if work failed on any of them. Collective."""
         raise_on_all_ranks(self._what, self._check, error=self._error)
 

@@ -42,7 +42,7 @@ def checkpoint_in(folder: str) -> str:
 
     A new checkpoint that had not begun to replace the old one is removed. Collective.
     """
-    return _settled("looked for a checkpoint", folder)[0]
+    return _finish_replacement("looked for a checkpoint", folder)[0]
 
 
 def save_over(
@@ -53,19 +53,19 @@ def save_over(
     The base of a peft model is not saved, apart from the parameters named in `frozen`: it is read from its source when
     the checkpoint is loaded. `extra`: as in `em.save`.
     """
-    target, there = _settled("looked for a checkpoint", folder)
+    target, there = _finish_replacement("looked for a checkpoint", folder)
     written = frozen if hasattr(model, "peft_config") else True
     save(f"{target}.new" if there else target, model, optimizer, frozen=written, extra=extra)
     if there:
-        _settled("replaced a checkpoint", folder, before=lambda: os.rename(target, f"{target}.old"))
+        _finish_replacement("replaced a checkpoint", folder, before=lambda: os.rename(target, f"{target}.old"))
 
 
-def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) -> tuple[str, bool]:
+def _finish_replacement(what: str, folder: str, before: Callable[[], None] = lambda: None) -> tuple[str, bool]:
     """Returns (path of the checkpoint in a folder, whether it exists) after rank 0 has run `before`. Collective."""
     target = os.path.join(folder, CHECKPOINT_FOLDER)
     new, old = f"{target}.new", f"{target}.old"
 
-    def settle() -> bool:
+    def finish() -> bool:
         if dist.get_rank() == 0:
             before()
             if not os.path.exists(target) and os.path.exists(new):
@@ -75,7 +75,7 @@ def _settled(what: str, folder: str, before: Callable[[], None] = lambda: None) 
                     remove(Path(left))
         return os.path.exists(target)
 
-    return target, raise_on_all_ranks(what, settle, error=CheckpointError)[0]
+    return target, raise_on_all_ranks(what, finish, error=CheckpointError)[0]
 
 
 class ElixirAccelerator(Accelerator):

@@ -206,12 +206,12 @@ class Pretrained:
         return tensor in self._names
 
     def fill(self, place: Tensor, tensor: Tensor) -> None:
-        """Reads this rank's part of a parameter that was on meta into `place`. `settle` raises failures."""
+        """Reads this rank's part of a parameter that was on meta into `place`. `finish` raises failures."""
         self._reading.run(lambda: place.copy_(self._read(tensor).to(place.device)))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Raises CheckpointError on all ranks if a `fill` failed on any. Collective."""
-        self._reading.settle()
+        self._reading.finish()
 
     def _read(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or buffer that was on meta."""

@@ -94,7 +94,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
                 writing.run(partial(writer.add, name, tensor))
         for writer in writers:
             writing.run(writer.finish)
-        writing.settle()
+        writing.finish()
     finally:
         for writer in writers:
             writer.clean()

@@ -68,7 +68,7 @@ def patterns_of(config: Mapping[str, Any], scheme: str, model: nn.Module) -> dic
         return {"targets": ["*.experts"]}
     listed = _quantization(config).get("modules_to_not_convert") or ()
     names = [name for name, module in model.named_modules() if weights_of(module)]
-    return {"skip": [name for name in names if any(_leaves(left, name) for left in listed)]}
+    return {"skip": [name for name in names if any(_excludes(left, name) for left in listed)]}
 
 
 def shipped_patterns(path: Path, scheme: str, model: nn.Module) -> dict[str, list[str]]:
@@ -77,7 +77,7 @@ def shipped_patterns(path: Path, scheme: str, model: nn.Module) -> dict[str, lis
     return patterns_of(config, scheme, model) if scheme_of(config, path) == scheme else {}
 
 
-def _leaves(left: str, name: str) -> bool:
+def _excludes(left: str, name: str) -> bool:
     """Whether an entry of ``modules_to_not_convert`` excludes a module: as a suffix, or as a pattern of its start."""
     return name.endswith(left) or re.match(rf"(?:{left})(?:(?<=\.)|(?=\.|$))", name) is not None
 

@@ -97,7 +97,7 @@ class Steps:
         """Ends a micro-batch, whose share of the step's loss is `loss`."""
         self._losses.append(loss.detach().float())
 
-    def see(self, inputs: dict[str, Any]) -> None:
+    def record_inputs(self, inputs: dict[str, Any]) -> None:
         """Notes the inputs of a loss."""
         self.inputs.append({**inputs})  # Trainer takes labels out of it
         self._tokens.append(tokens_in(inputs))

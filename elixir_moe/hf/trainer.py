@@ -262,7 +262,7 @@ class ElixirMixin(_Trainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Computes the trainer's loss; without logits if `loss` is "fused" and nothing needs them."""
         if model.training and torch.is_grad_enabled() and self._step_callbacks:
-            self._steps.see(inputs)
+            self._steps.record_inputs(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         fused_loss, smoother = self._fused(model), self.label_smoother

@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.distributed.all_ranks import disagreement, gathered, made_on_all_ranks, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import disagreement, gathered, make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
@@ -119,7 +119,7 @@ def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None,
 def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Returns the device memory in bytes that a plan may use on each rank, activations included. Collective."""
     peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(wanted, device, 0))
-    return made_on_all_ranks(
+    return make_on_all_ranks(
         "looked at the device's memory", lambda: _memory_budget(peers, wanted, device, left)
     ).device_bytes
 

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.records import ABOVE_0, Check, at_least, build
 
 _GIGA = 1e9
@@ -139,7 +139,7 @@ class Hardware:
                 return cls.parse(path.read_text(encoding="utf-8"), name)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"hardware {name!r} cannot be read: {error}") from error
-        raise nothing_called("hardware or file", name, known)
+        raise unknown_name("hardware or file", name, known)
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:

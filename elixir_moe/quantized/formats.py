@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.names import SchemeName
 from elixir_moe.parallel.meta_tensors import has_data
 from elixir_moe.quantized import decoders
@@ -252,5 +252,5 @@ def check_finite(name: str, weight: Tensor) -> None:
 def scheme_named(name: str) -> Scheme:
     """Returns the format of this name. Raises ConfigError with the nearest name for an unknown one."""
     if name not in SCHEMES:
-        raise nothing_called("scheme", str(name), SCHEMES)
+        raise unknown_name("scheme", str(name), SCHEMES)
     return SCHEMES[name]

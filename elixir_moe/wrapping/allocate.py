@@ -15,7 +15,7 @@ from elixir_moe.chunks.ledger import Footprint, Ledger, arrays_on_disk, values_b
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Plan, Tier, reads_disk
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.all_ranks import ControlGroups, made_on_all_ranks, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import ControlGroups, make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import TierError
@@ -106,7 +106,7 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
         blocks = Blocks(layout, n_blocks, gradient_blocks, shards, device, statistics, streams.allocating)
         return shards, blocks, WeightTransfer(layout, device)
 
-    shards, blocks, transfer = made_on_all_ranks("allocated their memory", make)
+    shards, blocks, transfer = make_on_all_ranks("allocated their memory", make)
     return Allocated(
         footprint=footprint,
         files=files,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.distributed.all_ranks import drop_all, made_on_all_ranks
+from elixir_moe.distributed.all_ranks import drop_all, make_on_all_ranks
 from elixir_moe.hf.save_pretrained import refuse_merges
 from elixir_moe.memory.slabs import allocation
 from elixir_moe.optim.optimizer import ShardedOptimizer
@@ -35,7 +35,7 @@ def build(request: Request, resolved: Resolved, allocated: Allocated, chunks: Se
     Raises:
         TierError: the device has too little memory for the buffer of reductions; on all ranks.
     """
-    wrapped = made_on_all_ranks("built what moves weights", lambda: _build(request, resolved, allocated, list(chunks)))
+    wrapped = make_on_all_ranks("built what moves weights", lambda: _build(request, resolved, allocated, list(chunks)))
     model, optimizer = request.model, wrapped.optimizer
     communicators = tuple(allocated.communicators.values())
     dropping = weakref.finalize(wrapped.scheduler, drop_all, allocated.groups, communicators)  # if nobody calls `close`

@@ -59,8 +59,8 @@ def materialize(
         names = [spec.params[slot.param].name for slot in chunk.slots]
         chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, allocated.placeholder))
     if pretrained is not None:
-        pretrained.settle()
-    moving.settle()
+        pretrained.finish()
+    moving.finish()
     return chunks
 
 

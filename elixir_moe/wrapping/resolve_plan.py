@@ -18,7 +18,7 @@ from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.resolve import resolve_counts
-from elixir_moe.distributed.all_ranks import made_on_all_ranks
+from elixir_moe.distributed.all_ranks import make_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_async
@@ -77,11 +77,11 @@ def resolve_plan(request: Request) -> Resolved:
     else:
         events = _events(request, parts)
     describe_it = partial(describe, model, parts, events, request.compute_dtype, plan)
-    spec = made_on_all_ranks("described the model", describe_it)
+    spec = make_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
     free_host_bytes = host_bytes_of_a_rank(spec.ranks)
     resolve = partial(_resolve, plan, spec, moments=moments, free_host_bytes=free_host_bytes, async_sums=async_sums)
-    plan, layout, schedule = made_on_all_ranks("resolved the plan", resolve)
+    plan, layout, schedule = make_on_all_ranks("resolved the plan", resolve)
     tiers = Counter(plan.tier_of(layout, chunk).value for chunk in layout.chunks)
     _LOG.debug("the plan: %s", plan.to_json())
     _LOG.debug("tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in tiers.items()))

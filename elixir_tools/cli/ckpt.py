@@ -20,9 +20,9 @@ from elixir_moe.ext.checkpoints import (
     Whole,
     check_target,
     checkpoints,
+    checkpoints_folder,
     export_huggingface,
     export_torch,
-    home_of,
     partial_folders,
     read_manifest,
     reshard,
@@ -94,7 +94,7 @@ def _chosen(path: Path) -> Path:
     """
     if os.path.lexists(path / MANIFEST):
         return path
-    found = checkpoints(home_of(path)) if path.is_dir() else []
+    found = checkpoints(checkpoints_folder(path)) if path.is_dir() else []
     if not found:
         raise ConfigError(
             f"{path} is not a checkpoint and holds none: name one, or the directory of a run that saved some"
@@ -108,7 +108,7 @@ def _chosen(path: Path) -> Path:
 def _ls(directory: Path, as_json: bool) -> int:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory: name a run's, or one that holds checkpoints")
-    directory = home_of(directory)
+    directory = checkpoints_folder(directory)
     rows = [_facts(path, found) for path, found in checkpoints(directory)]
     unfinished = [str(path) for path in partial_folders(directory)]
     if as_json:

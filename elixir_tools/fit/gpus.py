@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.ext.hardware import Hardware, Links
 
 REFERENCE = "a100-80g-pcie-x4"
@@ -49,7 +49,7 @@ def sheet(name: str) -> dict[str, Any]:
     """
     gpus: dict[str, Any] = _sheets()["gpus"]
     if name not in gpus:
-        raise nothing_called("GPU", name, gpus)
+        raise unknown_name("GPU", name, gpus)
     found: dict[str, Any] = gpus[name]
     return found
 

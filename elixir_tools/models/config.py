@@ -7,7 +7,7 @@ Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from elixir_moe.errors import ConfigError, LayoutError, nothing_called
+from elixir_moe.errors import ConfigError, LayoutError, unknown_name
 
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
 
@@ -117,7 +117,7 @@ def gpt_config(name: str, **changes: Any) -> GPTConfig:
     """
     configs = named_configs()
     if name not in configs:
-        raise nothing_called("model", name, configs)
+        raise unknown_name("model", name, configs)
     return replace(configs[name], **changes)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from elixir_moe import annotate
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.ext.hf import FusedLoss
 from elixir_tools.models.adapters import adapted
 from elixir_tools.models.config import GPTConfig, gpt_config
@@ -129,7 +129,7 @@ def named_model(
             capacity_factor=1.25,
         )
     else:
-        raise nothing_called("model", name, names())
+        raise unknown_name("model", name, names())
     if not checkpointing:
         config = replace(config, checkpoint="none")
     if layers is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elixir_moe.errors import nothing_called
+from elixir_moe.errors import unknown_name
 from elixir_moe.ext.plans import Plan
 from elixir_tools.names import PLANS
 
@@ -55,5 +55,5 @@ def asked(text: str, folder: Path, *, accumulation: int = 1) -> AskedPlan:
     if text.lstrip().startswith("{"):
         return AskedPlan(Plan.from_json(text))
     if not Path(text).is_file():
-        raise nothing_called("plan", text, PLANS)
+        raise unknown_name("plan", text, PLANS)
     return AskedPlan(Plan.from_json(Path(text).read_text()))

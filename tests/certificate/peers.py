@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import parallel
 
-from elixir_moe.errors import ConfigError, nothing_called
+from elixir_moe.errors import ConfigError, unknown_name
 from elixir_tools.verify.cases import TestCase
 from elixir_tools.verify.training import (
     ADAPTERS,
@@ -73,7 +73,7 @@ class Peer:
 def peer(name: str) -> Peer:
     """The peer of that name. Raises ConfigError if there is none, or it is not installed."""
     if name not in _KINDS:
-        raise nothing_called("peer", name, PEERS)
+        raise unknown_name("peer", name, PEERS)
     kind = _KINDS[name]
     for module, install in kind.needs.items():
         if find_spec(module) is None:

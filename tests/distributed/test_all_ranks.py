@@ -56,12 +56,12 @@ def test_one_that_fails_fails_all(
 def deferred() -> tuple[list[str], str]:
     done: list[str] = []
     later = Deferred("worked", error=CheckpointError)
-    later.settle()
+    later.finish()
     for name in ("first", "second", "third"):
         dist.barrier()
         later.run(lambda name=name: done.append(name) if name != "second" or dist.get_rank() else {}[name])
     with pytest.raises(CheckpointError) as error:
-        later.settle()
+        later.finish()
     return done, str(error.value)
 
 

@@ -41,7 +41,7 @@ from elixir_moe.state.checkpoint.shard_ranges import Span, flaw, overlap
 from elixir_moe.state.checkpoint.storage import (
     Draft,
     latest,
-    moment_after_all,
+    next_save_time,
     read_manifest,
     remove,
     retain,
@@ -606,12 +606,12 @@ def test_what_this_user_may_not_read_or_remove_does_not_stand_in_the_way(
 
 def test_what_is_saved_now_is_later_than_all_there_is(tmp_path: Path) -> None:
     """A clock that goes back must not make an old checkpoint the latest, or let a new one be removed."""
-    assert moment_after_all(tmp_path) > 10**18
+    assert next_save_time(tmp_path) > 10**18
     write_small(tmp_path / "a", 4 * 10**18)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "manifest.json").write_bytes(b"\x00")
     (tmp_path / "site" / "manifest.json").mkdir(parents=True)
-    assert moment_after_all(tmp_path) == 4 * 10**18 + 1
+    assert next_save_time(tmp_path) == 4 * 10**18 + 1
 
 
 def lines_of_writing(act: Callable[[], None], die_at: int | None = None) -> int:

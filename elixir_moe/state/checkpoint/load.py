@@ -35,7 +35,7 @@ from elixir_moe.state.checkpoint.manifest import (
     SavedPiece,
 )
 from elixir_moe.state.checkpoint.rng import read_random_states, seed_new_rank, set_random_states
-from elixir_moe.state.checkpoint.save import CODES, CODING, UPDATES, optimizer_name, saved_name, settle_earlier
+from elixir_moe.state.checkpoint.save import CODES, CODING, UPDATES, optimizer_name, saved_name, wait_for_earlier_save
 from elixir_moe.state.checkpoint.shard_ranges import Box, Span, overlap
 from elixir_moe.state.checkpoint.storage import MANIFEST, path_of, read_manifest, verify
 from elixir_moe.state.checkpoint.tensors import Files
@@ -108,7 +108,7 @@ def load(
         UsageError: model or optimizer are not wrapped, or parameters or buffers have changed since `wrap`.
     """
     wrapped = wrapped_of(model, optimizer)
-    settle_earlier(wrapped, f"em.load({str(path)!r})")
+    wait_for_earlier_save(wrapped, f"em.load({str(path)!r})")
     wrapped.kept.check_last_step()
     control = wrapped.groups.control
     manifests: list[Manifest] = []
@@ -136,7 +136,7 @@ def load(
         _check_base(manifests[0].base, frozen_records(wrapped, control), directory)
     raise_on_all_ranks(
         "loaded a checkpoint",
-        lambda: _carry_out(todo[0], files, wrapped, found[0]),
+        lambda: _apply(todo[0], files, wrapped, found[0]),
         control,
         error=CheckpointError,
     )
@@ -467,7 +467,7 @@ def _loss_scale(fields: Any, where: str) -> LossScale:
 
 
 @torch.no_grad()
-def _carry_out(todo: _Todo, files: Files, wrapped: Wrapped, source: str) -> None:
+def _apply(todo: _Todo, files: Files, wrapped: Wrapped, source: str) -> None:
     optimizer = wrapped.optimizer
     with wrapped.kept.rewriting():
         for move in todo.moves:

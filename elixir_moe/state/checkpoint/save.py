@@ -65,7 +65,7 @@ from elixir_moe.state.checkpoint.manifest import (
     parse,
 )
 from elixir_moe.state.checkpoint.rng import random_states
-from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, moment_after_all, path_of, retain
+from elixir_moe.state.checkpoint.storage import MANIFEST, Draft, next_save_time, path_of, retain
 from elixir_moe.state.checkpoint.tensors import FileImage, Item
 from elixir_moe.state.checkpoint.values import encode
 from elixir_moe.state.marked import partial_of
@@ -80,7 +80,7 @@ CODES = "codes"
 """Name, in the scalars too, of the `CODING` of 8-bit moments; the file has the decoded values."""
 CODING = 2
 """The 8-bit coding of moments (csrc/narrow.hpp); values decoded from one coding do not fit another."""
-_THEIRS = "optimizer."
+_OPTIMIZER_PREFIX = "optimizer."
 """Prefix for a name of the optimizer's that equals `WEIGHT`, `UPDATES` or `CODES`."""
 
 
@@ -106,8 +106,8 @@ class Saving:
         self._failure: CheckpointError | None = None
         if future is not None:
             _finish_at_exit()
-            _UNASKED.add(self)
-            future.add_done_callback(lambda ended: _UNASKED.discard(self) if ended.exception() is None else None)
+            _UNRETRIEVED.add(self)
+            future.add_done_callback(lambda ended: _UNRETRIEVED.discard(self) if ended.exception() is None else None)
 
     def done(self) -> bool:
         """Whether this rank's part has ended, successfully or not. Not collective."""
@@ -143,7 +143,7 @@ class Saving:
     def result(self) -> Path:
         """Blocks until the checkpoint is complete; returns its path. Raises CheckpointError on failure. Collective."""
         future, self._future = self._future, None
-        _UNASKED.discard(self)
+        _UNRETRIEVED.discard(self)
         if future is not None:
             self._wrapped.kept.pending = None
             control = self._wrapped.groups.control
@@ -156,7 +156,7 @@ class Saving:
         return self.path
 
 
-_UNASKED: set[Saving] = set()
+_UNRETRIEVED: set[Saving] = set()
 """Asynchronous saves that are running or have failed, and whose result nothing has retrieved."""
 
 
@@ -171,7 +171,7 @@ def _finish_at_exit() -> None:
 
 
 def _finish_saves() -> None:
-    for saving in list(_UNASKED):
+    for saving in list(_UNRETRIEVED):
         failure = None if saving._future is None else saving._future.exception()
         if failure is not None:
             _LOG.error("the save of %s has failed, and the program ends: %s", saving.path, failure)
@@ -222,7 +222,7 @@ def save(
     wrapped = wrapped_of(model, optimizer)
     if keep is not None and not is_whole(keep, least=1):
         raise ConfigError(f"keep={keep!r}: expected a whole number of at least 1, or None to keep all")
-    settle_earlier(wrapped, f"em.save({str(path)!r})")
+    wait_for_earlier_save(wrapped, f"em.save({str(path)!r})")
     control = wrapped.groups.control
     written = frozen if isinstance(frozen, bool) else frozenset(frozen)
     facts = raise_on_all_ranks(
@@ -251,7 +251,7 @@ def save(
         bounded = on_disk or not asynchronous
         contents.append(_Contents(model, wrapped, facts, bounded=bounded, left_out=base.parameters if base else ()))
         if asynchronous:
-            contents[0].take_what_may_change()
+            contents[0].copy_mutable()
 
     def write(process_group: dist.ProcessGroup, taken: Callable[[], None]) -> None:
         _write(process_group, target, contents[0], drafts, fixed, keep, taken)
@@ -284,15 +284,15 @@ def save(
 
 def saved_name(name: str) -> str:
     """The name in a piece for the optimizer's value `name`."""
-    return _THEIRS + name if name in (WEIGHT, UPDATES, CODES) or name.startswith(_THEIRS) else name
+    return _OPTIMIZER_PREFIX + name if name in (WEIGHT, UPDATES, CODES) or name.startswith(_OPTIMIZER_PREFIX) else name
 
 
 def optimizer_name(saved: str) -> str:
     """The inverse of `saved_name`."""
-    return saved.removeprefix(_THEIRS)
+    return saved.removeprefix(_OPTIMIZER_PREFIX)
 
 
-def settle_earlier(wrapped: Wrapped, call: str) -> None:
+def wait_for_earlier_save(wrapped: Wrapped, call: str) -> None:
     """Waits for an earlier asynchronous save whose result nothing has retrieved. Collective.
 
     Raises:
@@ -484,7 +484,7 @@ class _Contents:
             self._add_buffer(name, buffer, [found.buffer_digests[name] for found in facts])
         self.image = FileImage(self._items, bounded=bounded) if self._items else None
 
-    def take_what_may_change(self) -> None:
+    def copy_mutable(self) -> None:
         """Copies the tensors that user code can change unnoticed."""
         if self.image is not None:
             self.image.take(self._may_change)
@@ -563,7 +563,7 @@ def _write(
         for draft in drafts:
             assert everything is not None
             files = dict(record for record in records if record is not None)
-            manifest = dump(_merge(moment_after_all(target.parent), everything, files, contents.rng, fixed))
+            manifest = dump(_merge(next_save_time(target.parent), everything, files, contents.rng, fixed))
             parse(manifest, str(target / MANIFEST))  # proves that it can be read again
             draft.commit(manifest)
             if keep is not None:

@@ -132,7 +132,7 @@ def retain(directory: Path, keep: int) -> list[Path]:
     return removed
 
 
-def moment_after_all(directory: Path) -> int:
+def next_save_time(directory: Path) -> int:
     """Returns nanoseconds since 1970, increased past every checkpoint in `directory` if clocks differ."""
     moments = [time.time_ns()]
     for path in directory.glob("[!.]*"):
@@ -205,7 +205,7 @@ def _checkpoints_in(directory: Path) -> list[tuple[Path, Manifest | CheckpointEr
     return found
 
 
-def home_of(directory: Path) -> Path:
+def checkpoints_folder(directory: Path) -> Path:
     """The folder of checkpoints of `directory`: `CHECKPOINTS` in it if that exists and it has none, else itself."""
     own = directory / CHECKPOINTS
     return own if own.is_dir() and not checkpoints(directory) else directory
@@ -220,8 +220,8 @@ def read_manifest(path: Path) -> Manifest:
         left = f": its save is still running or was interrupted, see {partial}" if partial.is_dir() else ""
         raise CheckpointError(f"{path}: no such checkpoint{left}")
     if not os.path.lexists(path / MANIFEST):
-        if checkpoints(home_of(path)):
-            where = str(home_of(path))
+        if checkpoints(checkpoints_folder(path)):
+            where = str(checkpoints_folder(path))
             raise CheckpointError(
                 f"{path} contains checkpoints and is not one itself: load em.latest({where!r}), the last of them"
             )
