@@ -205,6 +205,10 @@ def build(case: Case) -> tuple[nn.Module, Any]:
     return _wrapped(case, plan)
 
 
+HABITS_WITH_VIEWS = {"view", "late"}
+"""They keep views of weights, as operations do that have not run yet: late compute is tested without them."""
+
+
 def run_late(case: Case, fault: str = "") -> list[str]:
     """Runs a case as ever and, with a fault, as late as events allow; returns the names of parameters that differ."""
     states = []
@@ -216,24 +220,6 @@ def run_late(case: Case, fault: str = "") -> list[str]:
             states.append(em.full_state_dict(model, all_ranks=True))
             optimizer.close()
     return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
-
-
-def run_compute_late(case: Case, fault: str = "") -> list[str]:
-    """Runs a case as ever and, with a fault, with compute as late as events allow; returns the names of what differs.
-
-    No views of weights are kept: operations that have not run yet keep some too.
-    """
-    case = replace(case, habits=case.habits - {"view", "late"})
-    outcomes = []
-    for late_compute in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if late_compute and fault:
-                FAULTS[fault](patch.setattr)
-            outcomes.append(_run(case, late=late_compute, keeps=True))
-    as_ever, as_late = outcomes
-    if as_ever.refused != as_late.refused:
-        return [as_ever.refused, as_late.refused]
-    return [name for name, value in as_ever.state.items() if not torch.equal(value, as_late.state[name])]
 
 
 def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
@@ -337,6 +323,31 @@ def run(case: Case, fault: str = "") -> Outcome:
         if fault:
             FAULTS[fault](patch.setattr)
         return _run(case)
+
+
+def run_both(case: Case) -> tuple[Outcome, list[str]]:
+    """Runs a case as ever and with compute as late as events allow; returns the first and the names of what differs."""
+    as_ever, differing = _run_both(case)
+    return run(case) if case.habits & HABITS_WITH_VIEWS else replace(as_ever, state={}), differing
+
+
+def run_compute_late(case: Case, fault: str = "") -> list[str]:
+    """Runs a case as ever and, with a fault, with late compute; returns the names of what differs."""
+    return _run_both(case, fault)[1]
+
+
+def _run_both(case: Case, fault: str = "") -> tuple[Outcome, list[str]]:
+    case = replace(case, habits=case.habits - HABITS_WITH_VIEWS)
+    outcomes = []
+    for late_compute in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if late_compute and fault:
+                FAULTS[fault](patch.setattr)
+            outcomes.append(_run(case, late=late_compute, keeps=True))
+    as_ever, as_late = outcomes
+    if as_ever.refused != as_late.refused:
+        return as_ever, [as_ever.refused, as_late.refused]
+    return as_ever, [name for name, value in as_ever.state.items() if not torch.equal(value, as_late.state[name])]
 
 
 def _run(case: Case, *, late: bool = False, keeps: bool = False) -> Outcome:
