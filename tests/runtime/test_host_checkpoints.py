@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
@@ -187,6 +188,63 @@ def test_two_forwards_wait_and_a_graph_is_gone_through_twice() -> None:
         return list(state.values())
 
     assert every(torch.equal(a, b) for a, b in zip(run("all"), run(0), strict=True))
+
+
+class Dropped(Blocks):
+    """Each region runs three times; nobody keeps what the first run computes, whose inputs the third has again."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        shared = x * 0.5
+        for block in self.blocks:
+            checkpoint(self._block, block, x, shared, use_reentrant=self.reentrant)
+            between = checkpoint(self._block, block, 2 * x, 2 * shared, use_reentrant=self.reentrant)
+            x = between + checkpoint(self._block, block, x, shared, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.usefixtures("world")
+def test_an_input_goes_again_if_the_region_that_had_it_is_gone() -> None:
+    def run(away: Any) -> dict[str, Tensor]:
+        model, optimizer = wrapped(Dropped(reentrant=False), away)
+        model(IDS).square().mean().backward()
+        optimizer.step()
+        state = em.full_state_dict(model)
+        optimizer.close()
+        return state
+
+    assert same_tensors(run("all"), run(0))
+
+
+class Chain(Blocks):
+    """Each region has one input."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors that are made for copies from host memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.empty_strided.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("world")
+def test_an_input_comes_back_once() -> None:
+    """With the region behind it, or when its own asks for it; that of the last region has not left yet."""
+    model, optimizer = wrapped(Chain(reentrant=False))
+    loss = model(IDS).square().mean()
+    with Allocations() as made:
+        loss.backward()
+    assert made.count == LAYERS - 1
+    optimizer.close()
 
 
 @pytest.mark.usefixtures("world")
