@@ -26,7 +26,7 @@ def test_decisions_are_logged_by_room(caplog: pytest.LogCaptureFixture) -> None:
         optimizer.close()
     dist.destroy_process_group()
     said = {(record.name, record.getMessage().split(":")[0].split(" of ")[0]) for record in caplog.records}
-    assert {("elixir_moe.wrapping.resolve_plan", text) for text in ("the plan", "home tiers")} <= said
+    assert {("elixir_moe.wrapping.resolve_plan", text) for text in ("the plan", "tiers")} <= said
     learned = "the rCache follows a schedule learned in the last step"
     assert ("elixir_moe.runtime.gathers", learned) in said
     assert every(record.levelno == logging.DEBUG for record in caplog.records)
