@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, NoReturn
 
 from elixir_moe.errors import CheckpointError
@@ -21,13 +21,8 @@ from elixir_moe.state.safetensors_format import DTYPES
 
 FORMAT = "elixir-moe checkpoint"
 VERSION = 5
-READ = (3, 4, VERSION)
-"""Versions that can be read. 3 has neither `base` nor `extra_states`, 4 has no `extra_states`; the `keys` of both are a
-list, without the names of their tensors."""
 WEIGHT = "weight"
 """Name of the parameter itself in a piece's state; all other names are the optimizer's."""
-_SINCE = {"base": 4, "extra_states": 5}
-"""Fields that not all versions have, and the first version that has them."""
 _Sizes = tuple[Size, ...]
 _Dtype = Annotated[str, Check("a dtype of safetensors", DTYPES.__contains__)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
@@ -153,9 +148,9 @@ class Manifest:
     """Random states by rank, encoded."""
     extra: Any
     """The user's `extra`, encoded."""
-    extra_states: tuple[Mapping[str, Any], ...] = ()
+    extra_states: tuple[Mapping[str, Any], ...]
     """{key: encoded extra state of a module} by rank: all for rank 0, those that differ for other ranks."""
-    base: Base | None = None
+    base: Base | None
     """None if the checkpoint holds all parameters."""
 
     @property
@@ -202,38 +197,19 @@ def _manifest(fields: dict[str, Any], where: str) -> Manifest:
     if fields.pop("format", None) != FORMAT:
         raise CheckpointError(f"{where}: not the manifest of an {FORMAT}")
     version = fields.pop("version", None)
-    if version not in READ:
+    if version != VERSION:
         raise CheckpointError(
-            f"{where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {READ[0]} to {READ[-1]}: use "
-            f"the elixir_moe that saved it"
+            f"{where}: version {str(version)[:40]!r} of the format, this elixir_moe reads {VERSION}: use the "
+            f"elixir_moe that saved it"
         )
 
     def error(text: str) -> CheckpointError:
         return CheckpointError(f"{where}: {text}")
 
-    absent: dict[str, Any] = {
-        name: () if name == "extra_states" else None for name, first in _SINCE.items() if version < first
-    }
-    for name, first in _SINCE.items():
-        if version >= first and name not in fields:
-            raise error(f"{name} is missing")
-    if version < VERSION:
-        former = build(_FormerKeys, {"keys": fields.get("keys")}, noun="field", error=error)
-        fields["keys"] = dict.fromkeys(former.keys)
-    manifest = build(Manifest, fields, noun="field", error=error, **absent)
-    if version < VERSION:
-        first_of = {name: first for first, entry in manifest.parameters.items() for name in entry.names}
-        manifest = replace(manifest, keys={key: first_of.get(key, key) for key in manifest.keys})
+    manifest = build(Manifest, fields, noun="field", error=error)
     for text in _flaws(manifest):
         raise error(text)
     return manifest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FormerKeys:
-    """The form of `Manifest.keys` before version 5."""
-
-    keys: tuple[str, ...]
 
 
 def _flaws(manifest: Manifest) -> Iterator[str]:
