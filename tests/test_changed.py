@@ -11,7 +11,7 @@ from tests.support.rules import assert_none, place
 FILES = {
     "constraints.txt": "",
     "csrc/adam.cpp": "",
-    "docs/page.md": "",
+    "docs/start.md": "",
     "elixir_moe/__init__.py": "from elixir_moe.public import *",
     "elixir_moe/native.py": "",
     "elixir_moe/public.py": "from elixir_moe.wrap import wrap\nfrom elixir_moe.plan import Plan",
@@ -59,7 +59,7 @@ def small(tmp_path: Path) -> Repository:
         ("elixir_tools/train.py", "command"),
         ("tests/support/program.py", "program"),
         ("tests/test_wrap.py", "wrap"),
-        ("docs/page.md", "files"),
+        ("docs/start.md", "files"),
         ("elixir_moe/__init__.py", "files cases everything program wrap module"),
     ],
 )
