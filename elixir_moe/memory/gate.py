@@ -12,7 +12,7 @@ addition, and forgets one that has ended.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 
@@ -23,8 +23,8 @@ class Gate:
         self.reader: threading.Event | None = None
         """Set when the last save beside training has copied the shard."""
         self._update: Future[Sequence[Future[None]]] | None = None
-        self._adding: Future[None] | None = None
-        """The last addition; one thread carries them out in order."""
+        self.adding: Future[None] | None = None
+        """The last addition to the gradient's sum; one thread carries them out in order."""
 
     # ------------------------------------------------------------------------------------------------------ the update
 
@@ -87,17 +87,13 @@ class Gate:
 
     # --------------------------------------------------------------------------------------------------- the additions
 
-    def begin_adding(self, begin: "Callable[[Future[None] | None], Future[None]]") -> None:
-        """Calls `begin` with the last addition, if there is one, and keeps the addition that it begins after it."""
-        self._adding = begin(self._adding)
-
     def finish_sum(self) -> None:
         """Blocks until all additions are in the sum; raises the error of one, each time."""
-        if self._adding is not None:
-            self._adding.result()
+        if self.adding is not None:
+            self.adding.result()
 
     def leave_sum(self) -> None:
         """Blocks until nobody adds, and forgets the additions and their errors: the sum is dropped."""
-        if self._adding is not None:
-            self._adding.exception()
-            self._adding = None
+        if self.adding is not None:
+            self.adding.exception()
+            self.adding = None

@@ -13,15 +13,14 @@ from elixir_moe.memory.disk_values import FullDiskShard
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.host_sums import HostSums
 
-OnSquares = Callable[[float], None]
-"""Called with the sum's squares, where an addition finds them; perhaps on another thread."""
-
 
 class SumInMemory:
     """An fp32 sum in memory. A chunk whose values are its master has it for good, another one from its first use on."""
 
     on_disk = False
     """Whether an update gets the gradient along with master and moments."""
+    squares = None
+    """The sum's squares, where additions compute them."""
 
     def __init__(self, total: torch.Tensor | None, gate: Gate, host_sums: HostSums | None) -> None:
         self.total = total
@@ -44,12 +43,11 @@ class SumInMemory:
             self.total = torch.empty_like(gradient, dtype=torch.float32)
         self.total.copy_(gradient)
 
-    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool) -> None:
         """Adds a gradient of any dtype and device, or, `first`, makes it the sum."""
         assert self.total is not None
         if self.host_sums is not None:
-            begin = partial(self.host_sums.add, self.total, reduced, first=first)
-            self._gate.begin_adding(lambda after: begin(after=after))
+            self._gate.adding = self.host_sums.add(self.total, reduced, first=first, after=self._gate.adding)
         else:
             (self.total.zero_() if first else self.total).add_(reduced.to(self.total.device))
 
@@ -79,12 +77,12 @@ class SumApart(SumInMemory):
         """As `SumInMemory.place`: the memory of its own, until there is a sum."""
         return self.own if self.total is None else None
 
-    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool) -> None:
         """As `SumInMemory.add`."""
         if self.total is None:
             assert not first, "a first gradient has a place"
             self.begin(self.own)
-        super().add(reduced, first=first, on_squares=on_squares)
+        super().add(reduced, first=first)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """As `SumInMemory.read`."""
@@ -100,23 +98,24 @@ class SumOnDisk:
     def __init__(self, disk: FullDiskShard, gate: Gate, host_sums: HostSums | None) -> None:
         self._disk = disk
         self.host_sums = host_sums
+        self.squares: float | None = None
+        """The sum's squares, once the last addition has ended."""
         self._gate = gate
 
     def place(self, values: torch.Tensor | None) -> None:
         """None: a first gradient goes to disk."""
 
-    def add(self, reduced: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
+    def add(self, reduced: torch.Tensor, *, first: bool) -> None:
         """Adds a gradient of any dtype and device, or, `first`, makes it the sum. Raises DiskError."""
-        write = partial(self._write, first=first, on_squares=on_squares)
+        write = partial(self._write, first=first)
         if self.host_sums is None:
             write(reduced)
         else:
-            begin = partial(self.host_sums.submit, reduced, write)
-            self._gate.begin_adding(lambda after: begin(after=after))
+            self._gate.adding = self.host_sums.submit(reduced, write, after=self._gate.adding)
 
-    def _write(self, gradient: torch.Tensor, *, first: bool, on_squares: OnSquares) -> None:
-        """Writes a gradient or the new sum; on the thread of `host_sums`, if that takes it."""
-        on_squares(self._disk.add_gradient(gradient, first=first))
+    def _write(self, gradient: torch.Tensor, *, first: bool) -> None:
+        """Writes a gradient or the new sum; on the thread of `host_sums`, if there is one."""
+        self.squares = self._disk.add_gradient(gradient, first=first)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A copy of elements of the sum. Blocks until they are complete. Raises DiskError."""

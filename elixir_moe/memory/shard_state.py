@@ -106,8 +106,7 @@ class ShardState:
         self.whole = whole
         self._source, self._gate, self._sum, self._disk = source, gate, total, disk
         self.contents = VALUES
-        self.squares: float | torch.Tensor | None = None
-        """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""
+        self._squares: float | torch.Tensor | None = None
 
     def _become(self, contents: Contents) -> None:
         """Changes the state; asserts that the table allows it."""
@@ -247,11 +246,11 @@ class ShardState:
         """
         self._gate.finish_update()
         if self.has_gradient:
-            self.squares = None
+            self._squares = None
         elif squares is None and reduced.device.type != "cpu":
-            self.squares = sum_of_squares(reduced)
+            self._squares = sum_of_squares(reduced)
         else:
-            self.squares = squares
+            self._squares = squares
         self._add(reduced)
 
     def _add(self, reduced: torch.Tensor) -> None:
@@ -274,13 +273,7 @@ class ShardState:
         assert self._sum is not None
         if self.contents is GRADIENT:
             self._move_to_sum()
-        first = not self.has_gradient
-
-        def note(squares: float) -> None:
-            if not first or self.squares is None:
-                self.squares = squares
-
-        self._sum.add(reduced, first=first, on_squares=note)
+        self._sum.add(reduced, first=not self.has_gradient)
         self._become(_ADDED[self.contents])
 
     def _move_to_sum(self) -> None:
@@ -305,23 +298,35 @@ class ShardState:
         """Whether an update gets the gradient along with master and moments, and so need not ask for it."""
         return self._sum is not None and self._sum.on_disk
 
+    @property
+    def squares(self) -> float | torch.Tensor | None:
+        """The sum of squares of the gradient, if it is known already; on a GPU if it was computed there."""
+        if self._squares is None and self._sum is not None and self.contents is not GRADIENT:
+            return self._sum.squares
+        return self._squares
+
+    def keep_squares(self, squares: float) -> None:
+        """Keeps the sum of squares of the gradient, computed from its value on the GPU."""
+        self._squares = squares
+
     def sum_of_squares(self, threads: int) -> float | torch.Tensor:
         """The sum of squares of the gradient; a scalar on the device if it was computed there.
 
         `threads` is for a sum on the host. Blocks until nobody adds to the gradient.
         """
         self._gate.finish_sum()
-        return sum_of_squares(self.gradient(), threads=threads) if self.squares is None else self.squares
+        squares = self.squares
+        return sum_of_squares(self.gradient(), threads=threads) if squares is None else squares
 
     def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> None:
         """Calls `change`, which works in place and element by element, on the gradient of parts of parameters."""
         if self.contents is GRADIENT:
             for start, stop in ranges:
                 change(self.storage[start:stop])
-            self.squares = None
+            self._squares = None
         else:
             assert self._sum is not None
-            self.squares = self._sum.change(ranges, change)
+            self._squares = self._sum.change(ranges, change)
 
     def clear_gradient(self) -> None:
         """Forgets the gradient without an update. Blocks until nobody adds to it."""

@@ -77,8 +77,9 @@ class EarlyUpdates:
 
         def prepare() -> Update | None:
             arrived()
-            shard.squares = float(squares())  # type: ignore[arg-type]
-            if not math.isfinite(shard.squares):
+            found = float(squares())  # type: ignore[arg-type]
+            shard.keep_squares(found)
+            if not math.isfinite(found):
                 return None
             mine = self._pieces[index]
             work = self._update.prepare(chunk, mine, set(chunk.parameters), scale, options=self._options)

@@ -116,7 +116,7 @@ def test_whoever_uses_a_sum_waits(dtype: torch.dtype, use: str) -> None:
     shard, awaited = shard_of(dtype), Awaited()
     for seed in range(2):
         shard.add_gradient(gradient(dtype, seed))
-    shard._gate.begin_adding(lambda after: awaited)
+    shard._gate.adding = awaited
     getattr(shard, use)()
     assert awaited.asked
 
@@ -130,7 +130,7 @@ def test_values_keep_their_place_and_wait_for_no_sum(sums: HostSums) -> None:
     Copy.ended.clear()
     shard.add_gradient(gradient(torch.bfloat16, 2))
     assert shard.values() is shard.storage and not shard.gradient_moves
-    adding = shard._gate._adding
+    adding = shard._gate.adding
     assert adding is not None and not adding.done()
 
 
