@@ -58,8 +58,9 @@ class Gate:
 
     def finish_update(self) -> None:
         """Blocks until a running update has ended, and forgets it unless it has failed. For the training thread."""
-        self.wait_for_update()
-        self._update = None
+        if self._update is not None:
+            self.wait_for_update()
+            self._update = None
 
     def drop_update(self) -> None:
         """Blocks until a running update has ended, and forgets it and its error: all that it writes is replaced."""

@@ -200,11 +200,10 @@ class Hooks:
         call = self._stack.leave(id(module), with_grad=torch.is_grad_enabled())
         if call is None:
             return  # it failed before `_enter` recorded it
-        if call.outermost:
-            self._end_saving()
         if call.left and unit is not None:
             hook_outputs(output, partial(_reach, weakref.ref(self), weakref.ref(unit), call.entered, call.left))
         if call.outermost:
+            self._end_saving()
             if output is None and sys.exc_info()[0] is not None:  # a failed forward gets no backward
                 self.machine.drop_call()
             if call.training:
