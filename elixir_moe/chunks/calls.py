@@ -49,7 +49,7 @@ class Call:
     left: int = 0
     """The position at which it was left; 0 if backward does not reach the call."""
     loans: list[Read] = field(default_factory=list)
-    """What the end of the call gives back."""
+    """Reads that the end of the call ends."""
 
 
 class CallStack:
@@ -62,7 +62,7 @@ class CallStack:
         self._machine, self._actions = machine, actions
 
     def enter(self, owner: int, unit: Unit | None, *, with_grad: bool, in_backward: bool) -> Call:
-        """Begins the call of a module, and acquires its unit; None is a model that is no unit itself."""
+        """Begins the call of a module, and acquires its unit; None stands for a model that is not a unit itself."""
         calls = self.calls
         training = with_grad or (bool(calls) and calls[-1].training)
         call = Call(owner, unit, training, in_backward, not calls and not in_backward)

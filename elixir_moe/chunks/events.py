@@ -1,4 +1,4 @@
-"""What a model and one of its steps are, before packing.
+"""The description of a model and of one step, before packing.
 
 Owns `ModuleInfo` and `StepEvent`, and the order in which a step uses parameters. Pure: `planner.trace` and
 `runtime.units` record events, and `chunks.replay` plays them.
@@ -26,7 +26,7 @@ class ModuleInfo:
     recomputed: bool = False
     """Backward runs all that is inside the module again at once, and so needs all of it at once.
 
-    A traced backward shows it; else the module says so."""
+    A traced backward shows it; else the module itself tells."""
 
 
 class EventKind(Enum):

@@ -1,4 +1,4 @@
-"""What a step will ask of the rCache, before any step has run.
+"""The requests of a step to the rCache, before any step has run.
 
 Owns `StepOrder`, which plays the events of a step to the step machine and so has its requests under any layout. Pure:
 `wrap` counts the blocks of a step with it and gives them to the rCache as its first schedule, and the search simulates
@@ -230,7 +230,7 @@ class _Run:
     """The parameters that get their gradient when backward comes to the run, in that order."""
     left: int
     run: int = 0
-    """As `StepEvent.run`."""
+    """The number that `StepEvent.run` has."""
 
 
 def _assumed_backward(

@@ -1,19 +1,19 @@
-"""What a step asks for, and when: one machine for the runtime and for the planner.
+"""The requests of a step, in their order: one machine for the runtime and for the planner.
 
 Owns the positions in a forward, the holds of a backward, the gradients that are still awaited, and the order in which
 chunks are reduced. Pure: it is told what happens, and calls `StepActions`. `runtime.hooks` tells it what a step does,
 and `chunks.replay` what a step will do, both by way of `chunks.calls`, so that the requests of both are the same.
 
     event      meaning                                          the machine
-    enter      forward enters a unit                            holds the unit
-    leave      forward leaves it                                lets it go
-    read       a function reads parameters outside their unit   holds them for the call
-    reach      backward comes to the outputs of a run           passes what forward entered later, holds the unit
-    recompute  a checkpointed region enters a unit again        holds the unit until backward has passed it
-    left again the region leaves a unit that saves no weights   lets it go, until backward reaches it
-    unpack     an operator wants weights that it has saved      holds their chunk until the next operator
-    accumulate a gradient is complete                           lets go units that nothing reads, reduces the chunk
-    end        backward is over                                 lets everything go, reduces the rest
+    enter      forward enters a unit                            acquires the unit
+    leave      forward leaves it                                releases it
+    read       a function reads parameters outside their unit   acquires them for the call
+    reach      backward comes to the outputs of a run           passes what forward entered later, acquires the unit
+    recompute  a checkpointed region enters a unit again        acquires the unit until backward has passed it
+    (its end)  the region leaves a unit that saves no weights   releases it, until backward reaches it
+    unpack     an operator wants weights that it has saved      acquires their chunk until the next operator
+    accumulate a gradient is complete                           releases units that nothing reads, reduces the chunk
+    end        backward is over                                 releases everything, reduces the rest
 
 Passing. Every entry and exit in forward gets the next number. Autograd runs nodes in the reverse order of their
 creation. So when backward reaches a run that forward left at number e, it has passed everything entered after e:
@@ -57,7 +57,7 @@ class Unit:
     is_read: bool = False
     """The unit stands for reads of its parameters outside their modules."""
     saves_no_weights: bool = False
-    """Autograd saves none of its weights: backward reads them anew."""
+    """Autograd saves none of its weights: backward reads them again."""
     chunks: tuple[int, ...] = field(init=False)
     indices: dict[int, list[int]] = field(init=False)
     """By chunk: the indices of the unit's parameters."""
@@ -196,13 +196,13 @@ class StepMachine:
         self.forwards = [forward for forward in self.forwards if forward is not self._current]
 
     def enter(self, unit: Unit) -> int:
-        """Holds a unit that forward enters; returns the number of the entry."""
+        """Acquires a unit that forward enters; returns the number of the entry."""
         number = self._note(unit)
         self._actions.acquire(unit)
         return number
 
     def leave(self, unit: Unit, *, with_grad: bool) -> int:
-        """Lets go a unit that forward leaves; returns the number of the exit. `with_grad`: autograd records it."""
+        """Releases a unit that forward leaves; returns the number of the exit. `with_grad`: autograd records it."""
         self.clock = number = self.clock + 1
         if self._current is not None:
             self._current.left[unit] = number
@@ -221,7 +221,10 @@ class StepMachine:
         return unit
 
     def read(self, unit: Unit, *, inside: bool) -> None:
-        """Holds the parameters of a reader; `inside` a forward, their gradients are awaited. The caller lets it go."""
+        """Acquires the parameters of a reader; the caller releases it.
+
+        `inside` a forward, their gradients are awaited.
+        """
         if inside:
             self._note(unit)
         self._actions.acquire(unit)
@@ -302,7 +305,7 @@ class StepMachine:
                     self._actions.reserve(chunk)
 
     def recompute(self, unit: Unit, *, with_grad: bool) -> None:
-        """Holds a unit that backward runs again, or a reader, until backward has passed it.
+        """Acquires a unit that backward runs again, or a reader, until backward has passed it.
 
         When a region starts to run again, everything that forward entered later is done, or runs again with it. For a
         unit that ran more than once, it is unknown which run this is. `with_grad`: autograd records the run.
@@ -321,11 +324,11 @@ class StepMachine:
             backward.holds.append((entered, unit))
 
     def release_recomputed(self, unit: Unit) -> None:
-        """Lets go a unit that saves no weights, when a region that backward runs again leaves it."""
+        """Releases a unit that saves no weights, when a region that backward runs again leaves it."""
         self._actions.release(unit)
 
     def unpack(self, chunk: int, operator: Callable[[], object]) -> None:
-        """Holds a chunk for the running `operator` of autograd, which wants weights it has saved."""
+        """Acquires a chunk for the running `operator` of autograd, which wants weights it has saved."""
         if self.unpacked and operator() != self._operator:
             self.end_operator()
         if self._actions.acquire_chunk(chunk):
@@ -441,7 +444,7 @@ class ReductionOrder:
         self._answer, self._awaited = answer, awaited
 
     def awaited_among(self, chunk: int, indices: Sequence[int]) -> Sequence[int]:
-        """Those of the `indices` in `chunk` whose gradients are still expected."""
+        """The `indices` in `chunk` whose gradients are still expected."""
         awaited = self._awaited.get(chunk)
         return [index for index in indices if index in awaited] if awaited else ()
 

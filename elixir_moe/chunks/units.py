@@ -30,7 +30,7 @@ class UnitSpec:
 def choose_units(
     modules: Sequence[ModuleInfo], chunk_of: Mapping[int, int], *, whole_layers: bool = True
 ) -> list[UnitSpec | None]:
-    """The unit of each module; None if nothing is gathered for the module alone.
+    """The unit of each module; None if nothing is gathered for the module by itself.
 
     A unit is the largest module whose parameters lie in a single moving chunk: any piece of it would gather all of it.
     A module with several such chunks is a unit for its own parameters only, and the modules inside it are considered in

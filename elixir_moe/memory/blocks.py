@@ -39,7 +39,7 @@ class _Memory:
         """`flat` is uint8, and its storage is nobody else's."""
         self.flat = flat
         self.wire = _own_storage(flat)
-        """The same bytes for collectives."""
+        """The block's bytes for collectives."""
         self.idle_uses = storage_uses(flat)
         """Uses of the storage while nobody reads it: by `flat` and `places`."""
         self.places: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -110,10 +110,10 @@ class Block:
     def places(
         self, chunk: int, whole: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """What `make` returns for `whole`, which `claim` has returned: views of it, made once and not to be given away.
+        """The views that `make` returns for `whole`, the memory from `claim`: made once and not to be given away.
 
         Only the use count tells who reads a block, and it does not tell these views from those of others. While modes
-        see them they are made anew, and whoever records one is counted.
+        see them they are made again, and whoever records one is counted.
         """
         if _seen_by_modes():
             return make(whole)
@@ -124,7 +124,7 @@ class Block:
         return known[1]
 
     def wire(self, spec: ChunkSpec) -> torch.Tensor:
-        """The same memory for collectives, which may keep their tensors for a moment after they end."""
+        """The block's memory for collectives, which may keep their tensors for a moment after they end."""
         return self._memory.wire[: spec.nbytes].view(spec.key.dtype)
 
     @property
@@ -229,5 +229,5 @@ def _seen_by_modes() -> bool:
 
 
 def _own_storage(memory: torch.Tensor) -> torch.Tensor:
-    """The same bytes, flat uint8, as a storage with a use count of its own."""
+    """A storage of the same bytes, flat uint8, with a use count of its own."""
     return from_dlpack(to_dlpack(memory.view(torch.uint8)))

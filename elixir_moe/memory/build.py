@@ -1,7 +1,7 @@
 """The memory and the files of all shards of a rank.
 
 Owns the allocation: one slab for each tier and dtype, and the parts that each shard is put together from
-(`shard_state`). Decides nothing: the plan says where a chunk is at home.
+(`shard_state`). Decides nothing: the plan says in which tier a chunk is.
 """
 
 from collections import defaultdict, deque

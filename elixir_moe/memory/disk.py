@@ -80,8 +80,8 @@ class DiskFile:
         except OSError as error:
             verb = "written to" if write else "read from"
             raise DiskError(
-                f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; go on from "
-                f"a checkpoint, on another disk"
+                f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; continue "
+                f"from a checkpoint, on another disk"
             ) from error
 
     def drop_cached(self) -> bool:
@@ -265,7 +265,7 @@ class DiskShard:
             raise DiskError(
                 f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
                 f"wrote there (chunk {self._chunk}, {self.arrays[array].name}, elements {start} to "
-                f"{stop} of its shard): the disk cannot be trusted; go on from a checkpoint, on another one"
+                f"{stop} of its shard): the disk cannot be trusted; continue from a checkpoint, on another one"
             )
 
 

@@ -49,7 +49,7 @@ class ValuesFile(DiskFile):
         self.lock = threading.Lock()
         """Held while `own` is in use."""
         self.buffers = [Buffer(memory, Work()) for memory in self._memory[:buffers].chunk(VALUES_BUFFERS)]
-        """Those that were given back last come last."""
+        """Buffers that were given back last come last."""
         self._taken = 0
 
     def allocate(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
@@ -99,7 +99,7 @@ class Buffer:
 
     memory: torch.Tensor
     use: Reading | Work
-    """What fills it, or, where it is free, the copy that must end before it is filled again."""
+    """The reading that fills it, or, where it is free, the copy that must end before it is filled again."""
 
 
 class ValuesPlace:
@@ -200,7 +200,7 @@ class ValuesPlace:
             raise DiskError(
                 f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
                 f"wrote there (values of chunk {self._chunk}, bytes {start} to {start + place.numel()} of its shard): "
-                f"the disk cannot be trusted; go on from a checkpoint, on another one"
+                f"the disk cannot be trusted; continue from a checkpoint, on another one"
             )
 
 
@@ -214,13 +214,13 @@ class ValuesElements:
     stop: int
 
     def read(self) -> torch.Tensor:
-        """As `Elements.read`."""
+        """Implements `Elements.read`."""
         found = torch.empty(self.stop - self.start, dtype=self.dtype, device="cpu")
         self.place.read(self.start * self.dtype.itemsize, found.view(torch.uint8))
         return found
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Elements.write`."""
+        """Implements `Elements.write`."""
         self.place.write(self.start * self.dtype.itemsize, values.to(self.dtype).cpu().view(torch.uint8))
 
     def __getitem__(self, part: slice) -> "ValuesElements":
@@ -259,7 +259,7 @@ class FullDiskShard(DiskShard):
             part = term[start : start + total.numel()]
             total.copy_(part) if first else total.add_(part)
 
-        return self._change_gradient(add, anew=first)
+        return self._change_gradient(add, replace=first)
 
     def change_gradient(self, ranges: Sequence[tuple[int, int]], change: Callable[[torch.Tensor], object]) -> float:
         """Calls `change` on parts of the sum, which it changes in place; the rest as for `add_gradient`."""
@@ -269,14 +269,14 @@ class FullDiskShard(DiskShard):
                 if start < first + total.numel() and first < stop:
                     change(total[max(start - first, 0) : stop - first])
 
-        return self._change_gradient(inside, anew=False)
+        return self._change_gradient(inside, replace=False)
 
-    def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, anew: bool) -> float:
+    def _change_gradient(self, change: Callable[[int, torch.Tensor], object], *, replace: bool) -> float:
         def one(index: int) -> float:
             own = self._file.record()
             with own.lock, torch.no_grad():
                 size = self._paged(index, self.gradient)
-                content = own.memory[:size] if anew else self._load(self.gradient, index, own)
+                content = own.memory[:size] if replace else self._load(self.gradient, index, own)
                 total = self._elements(index, self.gradient, content)
                 change(self._bounds(index)[0], total)
                 self._store(self.gradient, index, content)

@@ -44,16 +44,16 @@ class InMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Elements.dtype`."""
+        """Implements `Elements.dtype`."""
         return self.tensor.dtype
 
     def read(self) -> torch.Tensor:
-        """As `Elements.read`."""
+        """Implements `Elements.read`."""
         self.gate.wait_for_update()
         return self.tensor
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Elements.write`."""
+        """Implements `Elements.write`."""
         self.gate.wait_for_update()
         if values is not self.tensor:
             self.tensor.copy_(values)
@@ -72,7 +72,7 @@ class Coded:
 
     codes: Elements
     exponents: Elements
-    """Of the blocks with these codes."""
+    """Exponents of the blocks with these codes."""
     numel: int
     """Number of codes."""
     signed: bool
@@ -82,15 +82,15 @@ class Coded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Elements.dtype`."""
+        """Implements `Elements.dtype`."""
         return torch.bfloat16 if self.signed else torch.float32
 
     def read(self) -> torch.Tensor:
-        """As `Elements.read`; a copy."""
+        """Implements `Elements.read`; a copy."""
         return decode(self.codes.read(), self.exponents.read(), signed=self.signed, first=self.first)
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Elements.write`; other values are rounded to the nearest."""
+        """Implements `Elements.write`; other values are rounded to the nearest."""
         assert not self.first, "blocks of codes are written as a whole"
         codes, exponents = self.codes.read(), self.exponents.read()
         encode(values.to(codes.device), codes, exponents, signed=self.signed)
@@ -119,16 +119,16 @@ class OnDisk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As `Elements.dtype`."""
+        """Implements `Elements.dtype`."""
         return self.disk.arrays[self.array].dtype
 
     def read(self) -> torch.Tensor:
-        """As `Elements.read`."""
+        """Implements `Elements.read`."""
         self.gate.wait_for_update()
         return self.disk.read(self.array, self.start, self.stop)
 
     def write(self, values: torch.Tensor) -> None:
-        """As `Elements.write`."""
+        """Implements `Elements.write`."""
         self.gate.wait_for_update()
         self.disk.write(self.array, self.start, values.cpu())
 

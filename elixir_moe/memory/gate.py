@@ -1,4 +1,4 @@
-"""Who uses the arrays of one shard beside the training thread, and who waits for them.
+"""Who uses the arrays of one shard besides the training thread, and who waits for them.
 
 Owns three users of a shard, and the waits for them. Never touches an array itself.
 
@@ -17,11 +17,11 @@ from concurrent.futures import Future
 
 
 class Gate:
-    """The users of one shard beside the training thread."""
+    """The users of one shard besides the training thread."""
 
     def __init__(self) -> None:
         self.reader: threading.Event | None = None
-        """Set when the last save beside training has copied the shard."""
+        """Set when the last asynchronous save has copied the shard."""
         self._update: Future[Sequence[Future[None]]] | None = None
         self.adding: Future[None] | None = None
         """The last addition to the gradient's sum; one thread carries them out in order."""
@@ -73,7 +73,7 @@ class Gate:
 
     @property
     def being_saved(self) -> bool:
-        """Whether a save beside training still reads the shard."""
+        """Whether an asynchronous save still reads the shard."""
         return self.reader is not None and not self.reader.is_set()
 
     def wait_for_reader(self) -> None:

@@ -1,6 +1,6 @@
 """The sum of the gradients of one shard, in memory or on disk.
 
-Owns the memory of the sum and the ways to add to it: at once, or beside backward (`host_sums`). Knows nothing of the
+Owns the memory of the sum and the ways to add to it: at once, or asynchronously (`host_sums`). Knows nothing of the
 values, in whose place a first gradient may be; `shard_state` says when the sum begins.
 """
 
@@ -27,7 +27,7 @@ class SumInMemory:
         """The sum; None until `begin` if the chunk does not have it for good."""
         self._lasts = total is not None
         self.host_sums = host_sums
-        """Adds beside backward, if anybody does."""
+        """Adds while backward runs, if anybody does."""
         self._gate = gate
 
     def place(self, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -74,23 +74,23 @@ class SumApart(SumInMemory):
         """The gradient, as long as there is no sum."""
 
     def place(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """As `SumInMemory.place`: the memory of its own, until there is a sum."""
+        """Returns the memory of its own until there is a sum; see `SumInMemory.place`."""
         return self.own if self.total is None else None
 
     def add(self, reduced: torch.Tensor, *, first: bool) -> None:
-        """As `SumInMemory.add`."""
+        """Implements `SumInMemory.add`."""
         if self.total is None:
             assert not first, "a first gradient has a place"
             self.begin(self.own)
         super().add(reduced, first=first)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """As `SumInMemory.read`."""
+        """Implements `SumInMemory.read`."""
         return self.own[start:stop] if self.total is None else super().read(start, stop)
 
 
 class SumOnDisk:
-    """An fp32 sum on disk, beside master and moments."""
+    """An fp32 sum on disk, next to master and moments."""
 
     on_disk = True
     total = None

@@ -22,7 +22,7 @@ from elixir_moe.memory.slabs import LOCKED_BYTES, allocation, page_lock
 
 TOKEN_BYTES = 16
 _NAME = "elixir-moe"
-"""Of the mapping in ``/proc/PID/maps``; no file has it."""
+"""The mapping's name in ``/proc/PID/maps``; no file has it."""
 
 
 class HostMapping:

@@ -1,4 +1,4 @@
-"""Sums of gradients in host memory, computed beside backward.
+"""Sums of gradients in host memory, computed while backward runs.
 
 Owns a few page-locked buffers and the thread that adds. A gradient leaves the device without a wait: it is copied to
 the next buffer, and the thread adds it to its sum, in memory or on disk, once it has arrived. Gradients are added in
@@ -19,7 +19,7 @@ from elixir_moe.memory.slabs import Slab
 
 
 def adds_async(device: torch.device) -> bool:
-    """Whether sums in host memory run beside backward on `device`; on a CPU they would take its cores."""
+    """Whether sums in host memory run during backward on `device`; on a CPU they would take its cores."""
     return device.type == "cuda"
 
 

@@ -35,7 +35,7 @@ from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 
 
 class Contents(Enum):
-    """What the values' place holds, and where the gradient is.
+    """The content of the values' place, and where the gradient is.
 
     from         place taken   gradient added    values wanted     cleared   updated
     VALUES       STALE         SUM, or STALE     -                 -         -
@@ -129,7 +129,7 @@ class ShardState:
 
     @property
     def values_shard(self) -> torch.Tensor | None:
-        """The values' place, if an update writes them there beside the master."""
+        """The values' place, if an update writes them there next to the master."""
         return self._source.memory if self._has_apart else None
 
     def values(self) -> torch.Tensor:

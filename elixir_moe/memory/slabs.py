@@ -116,7 +116,7 @@ def host_zeros(numel: int, dtype: torch.dtype, threads: int, *, shown: bool = Tr
 def locked_zeros(nbytes: int, threads: int) -> torch.Tensor:
     """Page-locked bytes, all zero, touched first by many threads.
 
-    Forked processes do not have them. They are whole pages, since such a process has what lies beside them.
+    Forked processes do not have them. They are whole pages, since such a process has what lies next to them.
     """
     pages = paged_memory(nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
@@ -168,7 +168,7 @@ def check_fits(nbytes: int, left: int, what: str, tier: Tier = Tier.HOST, *, rel
 def is_one_memory(device: torch.device) -> bool:
     """Whether a GPU has the memory of its host, as integrated ones have (GB10, Strix Halo); a GH200 has its own.
 
-    Not measured on such a GPU. For a CPU, which stands in for a GPU beside its host, the answer is no.
+    Not measured on such a GPU. The result is False for a CPU, which stands in for a GPU with its host.
     """
     return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
 
@@ -193,7 +193,7 @@ def host_bytes_left(root: Path = Path("/")) -> int:
     `sys.maxsize`. Where `ELIXIR_HOST_MEMORY` says how much the host has, what is in use is all that is taken off.
 
     Raises:
-        PlanError: the variable is no size.
+        PlanError: the variable does not give a size.
     """
     left = [sys.maxsize]
     whole = size_bytes(HOST_MEMORY, os.environ.get(HOST_MEMORY))

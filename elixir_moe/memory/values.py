@@ -1,4 +1,4 @@
-"""What a gather sends of one shard: values in memory, or on disk and read ahead.
+"""The values of one shard that a gather sends: in memory, or on disk and read ahead.
 
 Owns the two kinds, which answer the same questions: may a gather begin, will it wait, and what does it copy. Knows
 nothing of masters and gradients (`shard_state`).

@@ -5,7 +5,7 @@ Owns the only way to the cache, the queue of gathers that have not begun, and ev
     unshard   ->  cache.acquire  ->  queue  ->  begin (fetch, gather)  ->  wait, parameters attached
 
 Ranks that run the same scattered modules cannot deadlock: gathers follow requests, which come from modules, and
-`chunks.cache_policy` decides evictions from the requests alone.
+`chunks.cache_policy` decides evictions from nothing but the requests.
 
 Overlap. Compute waits for a gather when it needs the weights, and a refill waits for the last use of its block. A
 prefetched gather begins when `_may_begin` allows it.
@@ -35,7 +35,7 @@ _MISSES_BEFORE_NEW_SCHEDULE = 3
 
 
 class Gathers:
-    """Brings weights and lets them go, for one wrapped model on one rank."""
+    """Gathers and releases weights, for one wrapped model on one rank."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Gathers:
         return weights.state is GATHERED and weights.holds > 0
 
     def acquire_chunk(self, index: int) -> bool:
-        """As `StepActions.acquire_chunk`."""
+        """Implements `StepActions.acquire_chunk`."""
         if self._weights[index].chunk.spec.residence is ATTACHED or self.holds(index):
             return False
         self.unshard((index,), tracked=True, who="backward")
@@ -358,7 +358,7 @@ class Gathers:
         self._record.clear()
 
     def abandon(self) -> None:
-        """As `reset`, when the process groups are gone."""
+        """Does what `reset` does, when the process groups are gone."""
         self._queue.clear()
         for weights in self._weights:
             self._reset(weights)

@@ -9,7 +9,7 @@ Backward.  A hook on a unit's outputs runs right before the unit's backward. Gra
            chunk's memory.
 Recompute. A forward inside backward (activation checkpointing) holds its chunks until backward has passed it, since
            the checkpoint's own saved-tensor hooks keep the weights (v2, A.3: the rCache must hold the largest region).
-           A unit that saves none (`parallel.regather`) is let go when the region leaves it.
+           A unit that saves none (`parallel.regather`) is released when the region leaves it.
 Elsewhere. A function that reads a parameter outside its running unit borrows it: the chunk is gathered for the call.
            Inside a forward, such a read has a position like a unit's, so that its gradient is waited for. Outside of
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
@@ -115,7 +115,7 @@ class Hooks:
         self._places = dict(model.named_parameters(remove_duplicate=False))
         self._gradient_hooks: list[tuple[int, dict[int, Any]]] = []
         self._handles: list[RemovableHandle] = []
-        """Of the hooks on modules."""
+        """Handles of the hooks on modules."""
         self._thread = 0
         self._saving: saved_tensors_hooks | None = None
         """The hooks that the end of the outermost call must remove."""
@@ -271,7 +271,7 @@ class Hooks:
             self._writes.refuse_changes(before)
 
     def _lend(self, parameter: nn.Parameter) -> bool:
-        """As `ParamAccess` describes it."""
+        """Implements the `lend` of `ParamAccess`."""
         if in_backward():
             self._begin_backward()
             self.machine.unpack(self._slot_of[parameter][0], running_node)
@@ -287,7 +287,7 @@ class Hooks:
         return True
 
     def _read_of(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[ParamId, ...], Callable[[], str]]:
-        """What is read, and its name in messages."""
+        """(slots, label): the parameters that are read, and their name in messages."""
         return (
             tuple(self._slot_of[p] for p in parameters),
             lambda: f"a read of {', '.join(self._names[p] for p in parameters[:4])}",
@@ -319,7 +319,7 @@ class Hooks:
                 hooks[key] = hooks.pop(key)
 
     def _find_awaited(self, ahead: Sequence[tuple[int, Unit]]) -> Sequence[ParamId] | None:
-        """As `StepMachine.begin` describes it; `torch.autograd.grad` brings no gradients of parameters.
+        """Implements `find_awaited` of `StepMachine.begin`; `torch.autograd.grad` brings no gradients of parameters.
 
         Ranks need not agree where requests decide no gathers of several ranks, nor on a rank-dependent unit: a rank
         whose tokens reach none of its experts passes its output on. Reentrant checkpoints recompute into graphs of
@@ -364,7 +364,7 @@ class Hooks:
         self.machine.accumulate(slot)
 
     def _accept_gradient(self, slot: ParamId) -> None:
-        """As `StepActions.accept_gradient`."""
+        """Implements `StepActions.accept_gradient`."""
         parameter = self._scheduler.chunks[slot[0]].parameters[slot[1]]
         with DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None

@@ -6,7 +6,8 @@ that autograd saves; `Plan.host_checkpoints` says how many may leave.
     forward   a region keeps its inputs: their copies to buffers begin; those of the region before leave the device
     backward  a region asks for its inputs: they are there, and the copies of those of the region before begin
 
-Copies run beside the regions, and the device holds the inputs of two regions. Those of the last one need not come back.
+Copies run while regions compute, and the device holds the inputs of two regions. Those of the last one need not come
+back.
 Source: ZeRO-Infinity, 5.1.2 (CPU offload of activation checkpoints).
 """
 

@@ -44,7 +44,7 @@ class ModelSpec:
     buffers: tuple[str, ...]
     """All names of the buffers that torch saves."""
     keys: dict[str, str | None]
-    """As `state_dict.keys_of`: what the model's own state dict has, in its order."""
+    """The result of `state_dict.keys_of`: what the model's own state dict has, in its order."""
     parts: Parts
     """The parts, with parameters numbered as in `parameters`."""
     step_order: StepOrder
@@ -62,10 +62,10 @@ class ModelSpec:
         layout = replace(layout, open_gradients=schedule.open_gradients())
         blocks = plan.blocks(layout)
         if (least := schedule.least_blocks()) > blocks:
-            part, alone = self.step_order.widest(layout)
+            part, own = self.step_order.widest(layout)
             raise PlanError(
                 f"forward and backward of this model hold {least} blocks at once, module {self.parts.names[part]!r} "
-                f"alone {alone}; the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
+                f"by itself {own}; the rCache has {blocks} of {layout.chunk_numel} elements: {advice(least)}"
             )
         return layout, schedule
 
@@ -79,7 +79,7 @@ def describe(
 ) -> ModelSpec:
     """The description of `model`, whose `parts` and `events` number parameters as ``model.parameters()`` gives them.
 
-    The `events` are those of a step, or of its forward alone. Of the `plan` count the dtype of sums and the precision
+    The `events` are those of a step, or of its forward only. Of the `plan` count the dtype of sums and the precision
     of state.
 
     Raises:

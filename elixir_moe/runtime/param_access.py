@@ -208,7 +208,7 @@ class ShardedParameter(nn.Parameter):
         """
         if named or len(source) != 1 or not isinstance(source[0], torch.Tensor):
             raise UsageError(
-                "set_() on a wrapped parameter takes a tensor alone: copy_() new values into it under torch.no_grad()"
+                "set_() on a wrapped parameter takes only a tensor: copy_() new values into it under torch.no_grad()"
             )
         _assign(self, source[0])
         return self
@@ -361,7 +361,7 @@ def _still_read_only(result: Any, addresses: set[int]) -> Any:
 
 
 def _of_more_bits(written: Any, source: Any = None, *_: Any) -> torch.Tensor | None:
-    """What was copied into a parameter, in its shape, if it has bits that the parameter has not."""
+    """The tensor that was copied into a parameter, in its shape, if it has bits that the parameter has not."""
     if not isinstance(written, nn.Parameter) or not isinstance(source, torch.Tensor) or is_dtensor(source):
         return None
     if not (written.is_floating_point() and source.is_floating_point()) or written.itemsize >= source.itemsize:
@@ -406,7 +406,7 @@ class _Refusing(TorchFunctionMode):
 
 
 def _reads(name: str, is_property: bool) -> bool:
-    """Whether a function of this name needs the values of its parameters, not their shape alone."""
+    """Whether a function of this name needs the values of its parameters, not only their shape."""
     return name in _READING_PROPERTIES if is_property else name not in _TELLING_METHODS
 
 

@@ -1,17 +1,17 @@
-"""What may happen now: how far one wrapped model is in its step, what runs in it, and whether its ranks are together.
+"""The calls that may happen now: how far a model is in its step, what runs in it, and whether its ranks are together.
 
 Owns these states and their legal moves, the place of this rank in training, the chunks that were updated in backward,
 and every error that says "not now". Moves no data, and undoes nothing.
 
     state      meaning                                                      next states
     READY      no gradient has been reduced since the last update           REDUCED, CLIPPED, LOST
-    REDUCED    gradients are at home, or on their way                       CLIPPED, LOST
-    CLIPPED    gradients are clipped, at home or in the next update         LATE, LOST
+    REDUCED    gradients are in shards, or on their way                     CLIPPED, LOST
+    CLIPPED    gradients are clipped, or will be in the next update         LATE, LOST
     LATE       other gradients came after the clipping                      LOST
     LOST       a part of the gradients is gone, or is being changed         READY, REDUCED, CLIPPED
     EARLY      READY or REDUCED while `early` has chunks                    REDUCED, UPDATING
     UPDATING   weights are being written, or that has stopped halfway       READY
-    BROKEN     the ranks can no longer go on together                       the one before, after a collective is issued
+    BROKEN     the ranks can no longer train together                       the one before, after a collective is issued
     CLOSED     the process groups are gone                                  none
 
 Any state but CLOSED can also become UPDATING, BROKEN or CLOSED. Forwards, evaluations and reads change no state. What
@@ -24,7 +24,7 @@ runs is another question:
 What does not end as it should stays `unfinished`: the next call or read outside of others, `zero_grad` and `step` give
 it up. A backward of this kind has lost gradients, and weights too if updates may have begun in it.
 
-Interrupts. A state is one attribute. Work that may stop halfway begins with the state that says so and sets the next
+Interrupts. A state is one attribute. Work that may stop halfway begins with the state that names it and sets the next
 one last, so that an interrupt at any place leaves a state that is true.
 """
 
@@ -72,7 +72,7 @@ _REFUSALS = {
     REDUCED: _WAITING,
     CLIPPED: _WAITING,
     LATE: "backward ran after clip_grad_norm_ or clip_grad_value_: clip when all gradients of the step have come, or "
-    "call zero_grad() and begin the step anew",
+    "call zero_grad() and begin the step again",
     LOST: "{why}, and a part of its gradients is gone: call zero_grad() and run it again",
     EARLY: "{what} between a backward in optimizer.update_in_backward() and optimizer.step(): gradients wait for a "
     "step, and weights may be old or new; call step() first, or em.load a checkpoint if the backward has failed",
@@ -82,7 +82,7 @@ _REFUSALS = {
 }
 _HALFWAY = "{} that stopped halfway: some weights are new and others are old; em.load a checkpoint"
 _FAILED = "a backward failed"
-_FAILED_EARLY = "a backward failed, in which updates may have begun: go on from a checkpoint (em.load)"
+_FAILED_EARLY = "a backward failed, in which updates may have begun: continue from a checkpoint (em.load)"
 _REMEDY = "start all ranks again, from the latest checkpoint"
 
 Place = tuple[int, int]
@@ -132,7 +132,7 @@ class Phase:
             raise kind(_REFUSALS[now].format(what=what, why=self._state[1]))
 
     def require(self, allowed: Sequence[State], what: str) -> None:
-        """As `check`, for what a user calls: it cannot run in a backward or inside ``em.unsharded``."""
+        """Checks a call of a user, like `check`: it cannot run in a backward or inside ``em.unsharded``."""
         if self._running is BACKWARD:
             if in_backward():
                 raise UsageError(f"{what} inside a backward: call it when backward() has returned")

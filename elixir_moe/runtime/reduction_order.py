@@ -2,7 +2,7 @@
 
 Owns one small exchange among the ranks of a model at the beginning of each backward.
 
-Ranks may run different modules: layers dropped at random, a head for each task, a tower for pictures alone. Chunks that
+Ranks may run different modules: layers dropped at random, a head for each task, a tower only for pictures. Chunks that
 every rank has whole are reduced all the same, with zeros from ranks that did not use them. Scattered chunks must be
 gathered by all ranks in the same order. If they were not, all ranks raise here, before gradients of different chunks
 are summed. Where backward gathers them again, the losses of all ranks must depend on the same parameters, except those
@@ -31,7 +31,7 @@ agree, the chunks this rank gathered since the last backward, and its place in t
 for the answer."""
 
 
-def alone(
+def of_one_rank(
     used: Sequence[int], awaited: Sequence[ParamId], gathered: Sequence[int], phase: Phase
 ) -> Callable[[], Answer]:
     """The agreement of a single rank."""

@@ -65,7 +65,7 @@ class Reductions:
         """The ranks await different gradients in this backward."""
         self._reduced_early: Callable[[Chunk, Callable[[], None]], None] | None = None
         self.sums = sums
-        """Adds gradients in host memory while backward goes on, if they are added there."""
+        """Adds gradients in host memory while backward runs, if they are added there."""
         self._weights, self._gradients, self._gathers, self._blocks = weights, gradients, gathers, blocks
         self._staging = staging
         self._streams, self._statistics, self._phase, self._writes = streams, statistics, phase, writes
@@ -169,7 +169,7 @@ class Reductions:
     # ----------------------------------------------------------------------------------------------------- the backward
 
     def agree(self, used: Sequence[int], awaited: Sequence[ParamId]) -> Callable[[], Answer]:
-        """As `StepActions.agree`. Collective; waits for the other ranks only where backward may gather."""
+        """Implements `StepActions.agree`. Collective; waits for the other ranks only where backward may gather."""
         answer = self._agreement(used, awaited, self._gathers.gathered, self._phase)
         self._phase.count_backward()
         self._gathers.gathered.clear()

@@ -97,7 +97,7 @@ class SavedTensors:
         return saved_tensors_hooks(partial(self._hand_over, pack), unpack)
 
     def _hand_over(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """What a user's hook makes of a tensor: of a parameter's current values, which it may keep."""
+        """Calls a user's hook with a tensor; instead of a parameter it gets the current values, which it may keep."""
         return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
 
     def _is_ours(self, pack: Any) -> bool:

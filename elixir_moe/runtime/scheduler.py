@@ -17,7 +17,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
 from elixir_moe.runtime.gradients import Gradients
 from elixir_moe.runtime.phase import Phase
-from elixir_moe.runtime.reduction_order import Agreement, alone
+from elixir_moe.runtime.reduction_order import Agreement, of_one_rank
 from elixir_moe.runtime.reductions import Reductions
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import Weights
@@ -35,7 +35,7 @@ class Scheduler:
         staging: torch.Tensor | None,
         streams: Streams,
         statistics: Statistics,
-        agreement: Agreement = alone,
+        agreement: Agreement = of_one_rank,
         sums: HostSums | None = None,
     ) -> None:
         self.chunks, self.statistics = chunks, statistics
@@ -43,7 +43,7 @@ class Scheduler:
         weights = [Weights(chunk, blocks.own.get(chunk.spec.index)) for chunk in chunks]
         gradients = [Gradients(chunk) for chunk in chunks]
         self.writes = Writes(weights, gradients, streams, self.phase)
-        """What user code writes to gathered weights."""
+        """The writes of user code to gathered weights."""
         self.gathers = Gathers(weights, gradients, cache, blocks, streams, statistics, self.phase, self.writes)
         self.reductions = Reductions(
             weights,
@@ -76,7 +76,7 @@ class Scheduler:
             self.reductions.add_waiting(index)
 
     def release_chunk(self, index: int) -> None:
-        """As `StepActions.release_chunk`."""
+        """Implements `StepActions.release_chunk`."""
         self.release((index,), tracked=True)
 
     def learn(self) -> None:

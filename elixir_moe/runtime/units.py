@@ -213,7 +213,7 @@ def reads_heard(
             module.register_forward_hook(lambda *_, switches=switches: access.close(switches), always_call=True)
         )
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled module would be compiled for this run alone
+        with torch.compiler.set_stance("force_eager"):  # a compiled module would be compiled only for this run
             yield
     finally:
         for handle in handles:

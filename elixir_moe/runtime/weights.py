@@ -3,7 +3,7 @@
 Owns their state and their block, and what the parameters view. Only `gathers` changes it.
 
     state      weights are in                             next state
-    SHARDED    the shards alone                           GATHERING
+    SHARDED    only the shards                            GATHERING
     GATHERING  a block or the shard, being filled         GATHERED
     GATHERED   a block or the shard, parameters view it   SHARDED
 

@@ -1,4 +1,4 @@
-"""What user code writes into gathered weights: stored in the shards, refused, or noticed too late.
+"""The writes of user code into gathered weights: stored in the shards, refused, or noticed too late.
 
 Owns the storing of writes before weights leave, and the search for writes that leave no trace: in the first step by
 checksums on the device, in `em.unsharded` by fingerprints. Gathers and drops nothing: `gathers` tells when weights have
@@ -22,17 +22,17 @@ from elixir_moe.torch_private import DisableTorchFunctionSubclass
 
 
 class _Seen:
-    """What is known of the writes to one chunk."""
+    """The known writes to one chunk."""
 
     def __init__(self, versions: list[int]) -> None:
         self.versions = versions
-        """Of the parameters, when writes were last stored."""
+        """The parameters' versions when writes were last stored."""
         self.checksums: torch.Tensor | None = None
-        """Of this rank's part of each parameter when somebody last looked for writes that leave no trace."""
+        """Checksums of this rank's part of each parameter at the last look for writes that leave no trace."""
         self.altered: torch.Tensor | None = None
         """Whether such a write was found, by parameter; None if nobody has looked."""
         self.sums: dict[int, int] = {}
-        """What `kept_sum` has computed, by parameter; until one is written."""
+        """The results of `kept_sum`, by parameter; until one is written."""
 
 
 class Writes:
@@ -92,7 +92,7 @@ class Writes:
             self.refuse_shared((index, position) for position in positions)
         if positions:
             if index in self._phase.early:
-                self._forget(weights)  # said once: `step` goes on without them
+                self._forget(weights)  # reported once: `step` continues without them
                 self._phase.check(WHOLE, f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._gradients[index].order_behind_reduction()  # it may still be writing in the values' place
             self._streams.join_compute()
@@ -155,7 +155,7 @@ class Writes:
     # ------------------------------------------------------------------------------------------------ sums of the shard
 
     def kept_sum(self, slot: ParamId, compute: Callable[[], int]) -> int:
-        """What `compute` makes of this rank's part of a frozen parameter, once for as long as nobody writes there."""
+        """The result of `compute` for this rank's part of a frozen parameter, computed once until somebody writes."""
         sums = self._seen[slot[0]].sums
         if slot[1] not in sums:
             sums[slot[1]] = compute()
@@ -285,14 +285,14 @@ class Writes:
         for weights, position in different:
             raise UsageError(
                 f"parameter {weights.chunk.names[position]!r} has other values on each rank inside em.unsharded(..., "
-                f"write=True): every rank must write the same values. Write on all ranks, not on rank 0 alone, from "
+                f"write=True): every rank must write the same values. Write on all ranks, not only on rank 0, from "
                 f"the same seed, or broadcast the values before"
             )
 
     def _undo(self, weights: Weights) -> None:
         seen = self._seen[weights.chunk.spec.index]
         with unrecorded():
-            seen.checksums = None  # they are said already
+            seen.checksums = None  # they are reported already
             self._store(weights, [])
             seen.checksums = None
             _restore(weights)
@@ -316,7 +316,7 @@ _SUMMED_TOGETHER = 1 << 22
 
 
 def _differ_from_shared(weights: Weights, positions: Iterable[int]) -> list[int]:
-    """Those of these parameters that differ from the memory that ranks share; blocks for the device."""
+    """The ones of these parameters that differ from the memory that ranks share; blocks for the device."""
     chunk, shown, shared, views = weights.chunk, weights.buffer, weights.chunk.shard.whole, weights.views
     assert shown is not None and shared is not None
     words = _WORDS[shown.itemsize]

@@ -19,7 +19,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
-from elixir_moe.runtime.reduction_order import Peers, alone
+from elixir_moe.runtime.reduction_order import Peers, of_one_rank
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import build_units
 from elixir_moe.state.full import refuse_plain_state_dicts
@@ -62,7 +62,7 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
         _staging(request, allocated),
         streams,
         allocated.statistics,
-        Peers(groups, chunks, stays=plan.blocks(layout) >= layout.most_blocks) if several else alone,
+        Peers(groups, chunks, stays=plan.blocks(layout) >= layout.most_blocks) if several else of_one_rank,
         allocated.sums,
     )
     checkpoints = (

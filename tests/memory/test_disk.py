@@ -153,7 +153,7 @@ def test_a_flipped_bit_is_seen_where_checksums_are_kept(opened: Callable[..., Di
             behind.write(bytes([byte ^ 1]))
         assert torch.equal(place.read(0, 0, SLICE), noise(NUMELS[0], 1)[:SLICE])
         if checked:
-            told = rf"rank 3 .*chunk 7, master, elements {SLICE} to {2 * SLICE} of.*go on from a checkpoint"
+            told = rf"rank 3 .*chunk 7, master, elements {SLICE} to {2 * SLICE} of.*continue from a checkpoint"
             with pytest.raises(em.DiskError, match=told):
                 place.read(0, SLICE, SLICE + 1)
         else:

@@ -80,7 +80,7 @@ def test_a_checkpointed_region_too_large_names_the_module() -> None:
 def test_module_that_needs_several_chunks_is_named() -> None:
     """A step then holds as many blocks as the message says: the gradients of all five chunks come in any order."""
     model = ExpertLists()
-    with pytest.raises(em.PlanError, match=r"module 'layers\.0' alone 5") as refused:
+    with pytest.raises(em.PlanError, match=r"module 'layers\.0' by itself 5") as refused:
         em.wrap(model, adamw(model), plan=em.Plan.offload(rcache_blocks=1, chunk_numel=300))
     least = least_said(refused.value)
     plan = em.Plan.offload(rcache_blocks=least, chunk_numel=300)
