@@ -1,7 +1,7 @@
-"""The replacement policy of the rCache: one set of decisions for the runtime and the simulator.
+"""The replacement policy of the rCache: one set of decisions for the runtime and the search.
 
 Owns the logical state of the rCache (`CacheState`), the replacement policies and the recorded schedule. Never touches
-memory: the runtime carries out the loads and evictions decided here, the simulator only counts them.
+memory: the runtime carries out the loads and evictions decided here, the search only counts them.
 
 A block holds the weights of a chunk or its gradients; `gradients_of` numbers the latter. A schedule lists the requests
 of one forward and backward, the same on every rank and in every step:
@@ -486,29 +486,11 @@ def _apply(held: dict[int, int], verb: Verb, chunks: tuple[int, ...]) -> None:
             held[chunk] = holds - 1
 
 
-def simulate(
-    schedule: Schedule, blocks: int, *, prefetch: int = LOOKAHEAD, backwards: int = 1
-) -> tuple[CacheCounts, list[Load]]:
-    """Plays one step with `backwards` backwards on a cache of `blocks` blocks; returns the counts and all decisions.
+def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[int]]:
+    """Lists for each backward the weights that `CacheState` loads without prefetches, computed many times faster.
 
     The cache starts empty, except for the kept chunks that earlier steps leave in it. Weights stay from one backward to
     the next forward, until the update.
-    """
-    state = CacheState(blocks, schedule, prefetch=prefetch)
-    for _ in range(_WARM_UP_STEPS if schedule.kept else 0):
-        _play(schedule, state)
-        state.drop(chunk for chunk in state.chunks if chunk not in schedule.kept)
-        state.rewind()
-    state.counts = CacheCounts()
-    decisions = _play(schedule, state)
-    for _ in range(backwards - 1):
-        state.rewind()
-        decisions += _play(schedule, state)
-    return state.counts, decisions
-
-
-def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[int]]:
-    """Lists for each backward the weights that `simulate` loads without prefetches, computed many times faster.
 
     Raises:
         PlanError: there are fewer blocks than the schedule holds at once.
@@ -552,13 +534,3 @@ def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[in
         for chunk in [chunk for chunk in where if chunk not in schedule.kept]:
             empty.append(where.pop(chunk))
     return [play() for _ in range(backwards)]
-
-
-def _play(schedule: Schedule, state: CacheState) -> list[Load]:
-    decisions: list[Load] = []
-    for entry in schedule.entries:
-        if entry.verb is ACQUIRE:
-            decisions += state.acquire(entry.chunks)
-        else:
-            decisions += state.release(entry.chunks)
-    return decisions

@@ -22,7 +22,6 @@ from elixir_moe.chunks.cache_policy import (
     Verb,
     gathers,
     gradients_of,
-    simulate,
 )
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.errors import PlanError
@@ -30,6 +29,7 @@ from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.parity import mesh_of_world
 from tests.support.ranks import RankPool
+from tests.support.simulation import simulate
 
 Ranks = Callable[[int], RankPool]
 ACQUIRE, RELEASE = Verb

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
+from elixir_moe.chunks.cache_policy import Verb, gradients_of
 from elixir_moe.chunks.events import (
     ACCUMULATE,
     ENTER,
@@ -25,6 +25,7 @@ from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.units import choose_units
 from tests.support.every import every
+from tests.support.simulation import simulate
 
 
 def layout_of(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elixir_moe as em
-from elixir_moe.chunks.cache_policy import Verb, gradients_of, simulate
+from elixir_moe.chunks.cache_policy import Verb, gradients_of
 from elixir_moe.chunks.replay import StepOrder
 from elixir_moe.chunks.units import choose_units
 from elixir_moe.runtime.param_access import ShardedParameter
@@ -27,6 +27,7 @@ from tests.runtime.test_habits import D, ExpertLists, Frozen, Net, Tied, Unused,
 from tests.support.cases import least_said
 from tests.support.every import every, same_tensors
 from tests.support.ranks import RankError, RankPool
+from tests.support.simulation import simulate
 
 Ranks = Callable[[int], RankPool]
 
