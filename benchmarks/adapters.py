@@ -1,7 +1,7 @@
-"""A LoRA step on the fused experts of a mixture: adapters beside the weights against peft's, which are added to them.
+"""A LoRA step on the fused experts of a mixture: unmerged adapters against peft's, which are added to the weights.
 
 Owns this measurement and its two rows: time of forward and backward, and the peak of memory over the bare model. Peaks
-are of processes of their own, for what one has freed another would not have to ask for again.
+are measured in separate processes, since memory that one contender has freed would not be allocated again.
 """
 
 import gc
@@ -69,7 +69,7 @@ def _peak(quick: bool, grouped: bool, threads: int, results: Any) -> None:
     model = _model(quick, grouped)
     gc.collect()
     bare = status_mib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for number in range(3):
         _step(model, number)
     results.put(status_mib("VmHWM") - bare)

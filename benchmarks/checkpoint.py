@@ -1,4 +1,4 @@
-"""Saving: against the disk, and against the training that goes on beside it.
+"""Saving: compared with the disk, and its cost for the training that continues meanwhile.
 
 Owns these two measurements and the rows they make. Both are of a model and its AdamW scattered over all ranks, each of
 which writes a file of its own; a time is that of the slowest rank. Files go where the system keeps temporary ones.
@@ -34,7 +34,7 @@ ROWS = {
 _MOST_WORK = 0.25
 """A limit is for machines on which the processor's part of a synchronous save takes no more of the peer's time."""
 _MOST_COPYING = 0.04
-"""The same for copying, which is what training waits for in an asynchronous one."""
+"""The target for copying, which is what training waits for in an asynchronous save."""
 _PLAIN_BYTES = 1 << 24
 """Handed to the system at a time."""
 
@@ -115,11 +115,11 @@ def _plain(directory: Path, nbytes: int) -> Callable[[int], float]:
 
 
 def _asynchronous(directory: Path, contender: Contender, workload: Workload, turn: int) -> tuple[float, float]:
-    """Seconds (that training waits for it, from its start to its end); training goes on until all ranks have ended."""
+    """Seconds (that training waits for it, from its start to its end); training runs until all ranks have ended."""
     data, end = batches(workload, stream=1 + turn), list[float]()
     dist.barrier()
     start = time.perf_counter()
-    saving = em.save(directory / f"beside-{turn}", contender.model, contender.optimizer, keep=1, asynchronous=True)
+    saving = em.save(directory / f"async-{turn}", contender.model, contender.optimizer, keep=1, asynchronous=True)
     blocked = time.perf_counter() - start
     watch = threading.Thread(target=lambda: (saving.join(), end.append(time.perf_counter())))
     watch.start()

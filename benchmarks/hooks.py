@@ -1,11 +1,10 @@
-"""What hooks cost the host: the CPU time of forward and backward of one small unit, beside plain torch and FSDP2.
+"""The cost of hooks: CPU time of forward and backward of one small unit, compared with plain torch and FSDP2.
 
 Owns this measurement and its rows. The units are so small that kernels take no time, and only the thread that runs the
 model is timed: other ranks and the threads of gloo do not count. A row's `ours` less that of plain torch is what this
 library adds to each unit, and FSDP2's less that of plain torch what `fully_shard` adds to it. gloo itself takes a part
 of that: the peer "plain torch and gloo" sends as many messages of the same bytes and does nothing else, so `ours` less
-that peer is what the library's own work costs. The same is told in calls of Python, which a busy machine does not
-change.
+that peer is what the library's own work costs. Calls of Python are counted too, which a busy machine does not change.
 """
 
 import sys
@@ -80,7 +79,7 @@ _PARTS = ("forward", "backward")
 
 
 def rows(name: str, quick: bool, _: Any, rounds: int) -> list[dict[str, Any]]:
-    """The rows called `name`: the time and the calls of forward and of backward beside each peer. Collective."""
+    """The rows called `name`: time and calls of forward and of backward, compared with each peer. Collective."""
     key = name.split(": ")[1]
     plan, checkpointed = _PLANS[key]
     units = 4 if quick else _UNITS
@@ -138,7 +137,7 @@ def _with_messages(model: _Model, in_backward: int) -> _Model:
 def _cost(
     model: nn.Module, optimizer: torch.optim.Optimizer, part: int, read: Callable[[], float]
 ) -> Callable[[int], float]:
-    """How far `read` goes on in that part of a step, the least of a round's steps."""
+    """How far `read` advances in that part of a step, the least of a round's steps."""
 
     def measured(_: int) -> float:
         found = []

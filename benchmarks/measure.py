@@ -2,7 +2,7 @@
 
 Owns the clock. Runs inside a rank; every rank runs the same calls in the same order. A round is some steps of the one
 and then as many of the other; the next round begins with the other, so that a machine that slows down favors neither.
-Each step trains on tokens drawn anew: on zeros arithmetic can be faster than in life.
+Each step trains on new random tokens: on zeros arithmetic can be faster than in practice.
 """
 
 import time
@@ -48,7 +48,7 @@ def check_agreement(contenders: dict[str, Contender], workload: Workload) -> Non
     comparing unequal work.
     """
     batch = next(batches(workload, stream=0))
-    alone = dist.get_world_size() == 1
+    one_rank = dist.get_world_size() == 1
     first: dict[str, float] = {}
     fall: dict[str, float] = {}
     for name, contender in contenders.items():
@@ -56,7 +56,7 @@ def check_agreement(contenders: dict[str, Contender], workload: Workload) -> Non
             continue
         losses = [contender.step(batch).item() for _ in range(AGREEMENT_STEPS)]
         first[name] = losses[0]
-        if contender.shares_gradients or alone:
+        if contender.shares_gradients or one_rank:
             fall[name] = losses[0] - losses[-1]
     _compare("first loss", first, FIRST_LOSS_TOLERANCE[workload.bf16])
     _compare("fall of the loss", fall, FALL_TOLERANCE)
@@ -69,7 +69,7 @@ def _compare(what: str, found: dict[str, float], tolerance: float) -> None:
         if not abs(value - expected) <= tolerance * abs(expected):
             raise DisagreementError(
                 f"the {what} of {name} is {value}, that of {reference} {expected}: they do not do the same work, and "
-                f"a ratio of their times would mean nothing"
+                f"a ratio of their times would not be meaningful"
             )
 
 

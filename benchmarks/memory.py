@@ -27,7 +27,7 @@ def peak_mib(build: Build, workload: Workload) -> list[float]:
     bare = status_mib("VmRSS")
     contender = build(workload)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for batch in drawn:
         contender.step(batch)
     most = torch.tensor(status_mib("VmHWM") - bare, dtype=torch.float64)

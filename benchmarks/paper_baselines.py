@@ -1,8 +1,8 @@
-"""The baselines of Elixir v2, Table 8, beside what the planner says of them: part of ``make paper-table``.
+"""The baselines of Elixir v2, Table 8, measured and as predicted by the planner: part of ``make paper-table``.
 
 Prints for each row whether a baseline fits and its throughput, measured and predicted, then Elixir's speedup over the
-fastest baseline, as the paper defines it. Baselines are plans of `fit/strategies` on this library's chunks, and what
-they do otherwise is in `Peer`. ``--fit`` finds the two constants of DeepSpeed's host anew. Megatron on several GPUs is
+fastest baseline, as the paper defines it. Baselines are plans of `fit/strategies` on this library's chunks, and `Peer`
+has what they do differently. ``--fit`` fits the two constants of DeepSpeed's host again. Megatron on several GPUs is
 not modelled: it cuts the vocabulary too, which this library's GPT does not.
 
 In the paper's text four cells cannot be read. Elixir with 10b on one GPU at batch 16 is empty; the three without a
@@ -24,7 +24,7 @@ from elixir_moe.planner.solve import PlanCandidate, Task, price
 from elixir_tools.fit import strategies
 
 PROCESS_BYTES = 16 * 10**9
-"""Host memory of a DeepSpeed process beside the states. ZeRO-3's rows in which 20b fits on two GPUs and does not on
+"""Host memory of a DeepSpeed process besides the states. ZeRO-3's rows in which 20b fits on two GPUs and does not on
 four leave 12 to 22e9 bytes."""
 
 
@@ -86,7 +86,7 @@ class Peer:
 PEERS = {
     "megatron": Peer(strategy="ddp"),
     "fsdp": Peer(strategy="zero-3"),
-    # gradients beside the weights, and a copy of them in fp32 for the step
+    # gradients in addition to the weights, and a copy of them in fp32 for the step
     "ds_z2": Peer(strategy="zero-2", more_device_bytes=2 + 4, gathers_late=True),
     "ds_z3": Peer(strategy="zero-3"),
     # masters and their gradients are pinned, moments are not
@@ -111,7 +111,7 @@ class Cell:
     """By the planner."""
     profile: Profile
     seconds: cost.Seconds
-    """Of this library's runtime with the baseline's plan."""
+    """Seconds of this library's runtime under the baseline's plan."""
 
     @property
     def measured(self) -> float | None:
@@ -138,7 +138,7 @@ def table() -> list[dict[str, str]]:
 
 
 def cell(row: dict[str, str], peer: str) -> Cell:
-    """What the planner says of a baseline in a row."""
+    """The planner's answer for a baseline in a row."""
     model, gpus, batch = row["model"], int(row["gpus"]), int(row["batch_per_gpu"])
     task, plan = task_of(model, gpus, batch, Hardware.named(MACHINE)), _plan(peer, model, gpus)
     found = price(task, plan.plan, plan.layout, plan.loads, plan.size, plan.moved.units)
@@ -188,7 +188,7 @@ def _speedup(row: dict[str, str], found: Sequence[Cell]) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fit", action="store_true", help="find the two constants of DeepSpeed's host anew")
+    parser.add_argument("--fit", action="store_true", help="fit the two constants of DeepSpeed's host again")
     known = parser.parse_args(arguments)
     rows = table()
     found = list(cells(rows))

@@ -1,6 +1,6 @@
-"""What "LLM finetuning: memory requirements" (Birch, 2023) says in its text: part of ``make paper-table``.
+"""The figures in the text of "LLM finetuning: memory requirements" (Birch, 2023): part of ``make paper-table``.
 
-DeepSpeed's bytes a parameter beside those of the planner's ZeRO-1, and the totals of the conclusion beside
+DeepSpeed's bytes a parameter are compared with those of the planner's ZeRO-1, and the totals of the conclusion with
 `fit/estimate`. The blog's measurements of plain PyTorch are in tests/benchmarks/test_paper_blog.py.
 """
 

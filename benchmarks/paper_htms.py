@@ -19,7 +19,7 @@ from elixir_tools.models.gpt import Block, Meshes
 
 GPUS = 8
 TOKENS = 512
-"""Of a sequence, by section 4.1."""
+"""Tokens of a sequence, by section 4.1."""
 PRINTED_GB = 35
 """GPU memory that the batches of section 4.2 reserve, "approximately"."""
 LEFT_GB = 40 - PRINTED_GB

@@ -1,7 +1,7 @@
-"""The measured steps of Elixir v2, Table 8, beside what the planner predicts for them: ``make paper-table``.
+"""The measured steps of Elixir v2, Table 8, and the planner's predictions of them: ``make paper-table``.
 
-Prints each row, its error and the mean. ``--fit`` finds the four constants of the hardware file anew: the same for all
-rows, by the sum of the mean and a tenth of the largest error, over plans made with the constants of before.
+Prints each row, its error and the mean. ``--fit`` fits the four constants of the hardware file again: the same for all
+rows, by the sum of the mean and a tenth of the largest error, over plans made with the previous constants.
 """
 
 import argparse
@@ -42,10 +42,10 @@ def rows() -> list[tuple[str, int, int, float]]:
 @cache
 def profile_of(model: str, gpus: int, batch: int, layers: int | None = None) -> Profile:
     """The step of one GPU, traced once for each model and batch; `layers` is another depth of the model."""
-    if gpus > 1 and not is_mixture(model):  # each rank runs what one alone would
-        alone = profile_of(model, 1, batch, layers)
+    if gpus > 1 and not is_mixture(model):  # each rank runs the step of a single one
+        single = profile_of(model, 1, batch, layers)
         spread = {"ranks": tuple(range(gpus)), "divisor": gpus}
-        return replace(alone, params=tuple(replace(p, key=replace(p.key, **spread)) for p in alone.params))
+        return replace(single, params=tuple(replace(p, key=replace(p.key, **spread)) for p in single.params))
     with pretended_ranks(gpus) as mesh:
         given = named_model(model, batch=batch, seq=SEQ, mesh=mesh, layers=layers)
         return trace(
@@ -106,7 +106,7 @@ def fit(loss: Callable[[Fitted], float], start: Fitted) -> Fitted:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fit", action="store_true", help="find the four constants anew")
+    parser.add_argument("--fit", action="store_true", help="fit the four constants again")
     known = parser.parse_args(arguments)
     hardware = Hardware.named(MACHINE)
     table = rows()

@@ -1,4 +1,4 @@
-"""What Elixir v1 prints of its results, beside what the planner predicts: part of ``make paper-table``.
+"""The printed results of Elixir v1, and the planner's predictions of them: part of ``make paper-table``.
 
 The machine is known but for two figures, which are ours: sequences are of 1024 tokens, as in v2, and the 21B GPT has
 v2's width of 8192 and 25 layers, which are 20.6 billion parameters. The constants were fitted to v2's table, not here.
@@ -34,7 +34,7 @@ GPT_21B = ("gpt2-20b", 25)
 BASELINE = ("opt-2.7b", 36)
 """(model, batch) of PyTorch on the whole 80 GB; the batch is Table II's."""
 SCALING_MACHINE = "aws-p4de-a100-80g-x8"
-"""That of Figure 6."""
+"""The machine of Figure 6."""
 SMALL, LARGE = "gpt2-4b", "gpt2-15b"
 FEWER, MORE = 4, 8
 """Batches of a GPU."""
@@ -123,7 +123,7 @@ def compared(hardware: Hardware) -> Iterator[dict[str, Any]]:
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What the text says of Figures 7 and 9, with our figures: the least and the most."""
+    """The claims of the text about Figures 7 and 9, with our figures: the least and the most."""
     texts = [row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["text"] if "times" in row]
     by_run = {(row["model"], row["gpus"]): row for row in rows}
     dense = [row["times"] for row in rows if row["model"].startswith("opt") and row["gpus"] == 1 and row["times"]]
@@ -134,7 +134,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def scaling(hardware: Hardware) -> Iterator[dict[str, Any]]:
-    """What the text says of Figure 6, and the factor on a GPU's throughput for the smaller and the larger model."""
+    """The text's claims about Figure 6, and the factor on a GPU's throughput for the smaller and the larger model."""
 
     @cache
     def reached(model: str, gpus: int, batch: int) -> float:

@@ -1,4 +1,7 @@
-"""Every figure of the papers beside the planner's: ``make paper-table``. One process, so that tables share traces."""
+"""Compares every figure of the papers with the planner's: ``make paper-table``.
+
+One process, so that tables share traces.
+"""
 
 from benchmarks import paper_baselines, paper_blog, paper_htms, paper_table, paper_table_v1, paper_zero_infinity
 

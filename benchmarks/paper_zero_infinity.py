@@ -1,4 +1,4 @@
-"""What ZeRO-Infinity prints, beside what its formulas give: part of ``make paper-table``.
+"""The printed figures of ZeRO-Infinity, and the results of its formulas: part of ``make paper-table``.
 
 Without an argument: Table 4 and the figures that the text of sections 7.2 to 7.6 has. With the name of a table, that
 table, and with ``--picture FILE.png`` the curves of its Figure 3.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table for people, JSON for programs, and the machine it was measured on.
+"""The results of a run: a table for people, JSON for programs, and the machine it was measured on.
 
 Owns the formats. `build/bench.json`::
 
@@ -29,7 +29,7 @@ _EMULATED = ": this library's experts multiply in fp32 then, a peer's and all de
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The machine and versions that the figures depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -133,7 +133,7 @@ def describe(workload: Workload) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """`path` and, beside it, the same as Markdown."""
+    """Writes JSON to `path`, and the same as Markdown next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     path.with_suffix(".md").write_text(markdown(result))

@@ -18,9 +18,9 @@ class Row:
     """One comparison of step times."""
 
     name: str
-    """What of ours is measured."""
+    """Our contender."""
     peer: str
-    """What it is measured against."""
+    """The peer that it is measured against."""
     workload: str
     """A key of `FULL`: what both train on."""
     ranks: int
@@ -68,7 +68,7 @@ FULL = {
     "pr-moe": _PR_MOE,
     "wide": _WIDE_MOE,
 }
-"""What is measured."""
+"""{key: the workload that is measured}."""
 
 
 def _small(workload: Workload) -> Workload:
@@ -77,7 +77,7 @@ def _small(workload: Workload) -> Workload:
 
 
 QUICK = {key: replace(_small(value)) for key, value in FULL.items()} | {"gpt": _TINY}
-"""The same rows on models that take no time: to see that all works."""
+"""The workloads with tiny models, to see that everything works."""
 
 _PLAIN, _DDP = ("plain", plain), ("ddp", ddp)
 _FSDP, _FSDP_ZERO2 = ("fsdp", fsdp), ("fsdp-zero2", fsdp_zero2)
@@ -162,7 +162,7 @@ BEYOND_COMPUTE = [
         ("pr-moe", "DeepSpeed PR-MoE's own step, ZeRO-2", _DEEPSPEED_MOE, "deepspeed"),
     )
 ]
-"""How much longer a step takes than its arithmetic alone: the ratio less one is what holding it together costs."""
+"""How much longer a step takes than its arithmetic by itself: the ratio less one is what holding it together costs."""
 
 PEAKS = [
     Row(

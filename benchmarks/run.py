@@ -32,7 +32,7 @@ ADAM_ROW = "CPU Adam, bf16 in, bf16 out"
 NARROW_LIMITS = {"bf16": {"avx512": 0.75, "avx2": 0.9}, "int8": {"avx512": 1.3, "avx2": 1.6}}
 """By moments, then by the instructions of the processor: arithmetic bounds the step on one thread, and not memory."""
 ADAM_PEERS = {"DeepSpeedCPUAdam and its casts": 0.75, "an in-place stream of the same bytes": 1.15}
-"""And the ratios to stay at or below."""
+"""{peer of the Adam row: the ratio to stay at or below}."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _own_extensions(folder: Path) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="elixir-moe bench", description="Step times against the peers, as ratios.")
-    parser.add_argument("--out", default="build/bench.json", help="the JSON; the table goes beside it as .md")
+    parser.add_argument("--out", default="build/bench.json", help="the JSON; the table goes next to it as .md")
     parser.add_argument("--rounds", type=_at_least_1, help="rounds of each row (9)")
     parser.add_argument("--steps", type=_at_least_1, help="steps of each contender in a round (1)")
     parser.add_argument("--only", metavar="NAME", help="only the rows with this name or this peer")

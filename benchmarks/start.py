@@ -1,7 +1,7 @@
 """Memory of a rank while a model starts, sharded or plain: ``torchrun --nproc-per-node 2 -m benchmarks.start``.
 
 Owns the measurement: the most memory a rank has resident between the construction of a GPT and the end of `em.wrap`,
-over what it had before, beside what it has afterwards and the largest parameter. Weights are bf16 in
+over what it had before, and for comparison what it has afterwards and the largest parameter. Weights are bf16 in
 host memory, masters and moments on disk, so that large models fit a small machine. Rank 0 prints one JSON object.
 """
 
@@ -32,7 +32,7 @@ def measure(config: GPTConfig, disk: str, *, sharded: bool) -> dict[str, float]:
     gc.collect()
     dist.barrier()
     bare, start = status_mib("VmRSS"), time.perf_counter()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     torch.manual_seed(0)
     with em.sharded_init() if sharded else nullcontext():
         model = GPT(config, mesh)

@@ -1,4 +1,4 @@
-"""What is trained on: a model's shape, a batch, a dtype.
+"""The workload: a model's shape, a batch, a dtype.
 
 Owns `Workload` and the weights all contenders start from.
 """
@@ -18,7 +18,7 @@ BUCKET_NUMEL = 4_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What every contender of a row trains on."""
+    """The workload of all contenders of a row."""
 
     name: str
     model: GPTConfig

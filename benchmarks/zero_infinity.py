@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's estimates: memory and bandwidth of massive models, beside the figures that the paper prints.
+"""ZeRO-Infinity's estimates: memory and bandwidth of massive models, and the figures that the paper prints.
 
 Owns the formulas of sections 3 and 4 (equations 1 to 4), the tables made of them, and the paper's figures
 (`zero_infinity.json`). Pure arithmetic; knows no model and no plan of this library.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 States = Literal["gradients", "optimizer", "checkpoints"]
-"""What moves: parameters and gradients, optimizer states, or activation checkpoints."""
+"""The data that moves: parameters and gradients, optimizer states, or activation checkpoints."""
 Row = dict[str, Any]
 _KIBI, _TEBI, _GIBI = 2**10, 2**40, 2**30
 SEQ = 1024
@@ -272,4 +272,4 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "table-4": lambda: _beside("table-4", _table_4()),
     "text": lambda: _beside("text", _text()),
 }
-"""What `python -m benchmarks.paper_zero_infinity` prints, by name."""
+"""The tables that `python -m benchmarks.paper_zero_infinity` prints, by name."""

@@ -1,12 +1,13 @@
 """Checked records: plain data from a file or a command line into frozen dataclasses.
 
-Owns the conversion by the types of the fields, the checks written beside them, and the words of what is wrong. Opens no
-file and knows no record by name: a dataclass says what its fields mean, and which values they take.
+Owns the conversion by the types of the fields, the checks in their annotations, and the messages about mistakes. Opens
+no file and knows no record by name: a dataclass defines what its fields mean, and which values they accept.
 
     steps: Annotated[int, at_least(1)] = 100
     parts: Mapping[str, tuple[Part, ...]]           # records in records
 
-Nothing is guessed: True is no number, 1.0 no whole one. A command line has only texts, which are read by the type.
+Nothing is guessed: True is not a number, 1.0 is not an integer. A command line only has strings, which are converted by
+the type.
 """
 
 import dataclasses
@@ -23,14 +24,14 @@ T = TypeVar("T")
 _MOST = 8
 """Most mistakes that a message lists."""
 _LONGEST = 80
-"""Longest text of a value in a message."""
+"""Most characters of a value in a message."""
 _NEAR = 0.7
-"""Likeness of an unknown key and the known one that was meant: below it, most pairs mean different things."""
+"""Least similarity of an unknown key to a suggested one: below it, most pairs mean different things."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """What a field's value, or each item of a tuple, must be beyond its type. None is not checked."""
+    """A condition on a field's value, or on each item of a tuple, beyond its type. None is not checked."""
 
     what: str
     holds: Callable[[Any], object]
@@ -38,13 +39,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Respelled:
-    """Gives a text another spelling before it is checked."""
+    """Changes the spelling of a string before it is checked."""
 
     spell: Callable[[str], str]
 
 
 def at_least(least: float, unit: str = "") -> Check:
-    """A number from `least` on."""
+    """Returns the check for a number of at least `least`."""
     return Check(f"at least {least:g} {unit}".rstrip(), lambda value: value >= least)
 
 
@@ -53,7 +54,7 @@ Size = Annotated[int, Check("a size", lambda size: 0 <= size < 2**62)]
 
 
 def check(record: Any, section: str) -> None:
-    """Raises ConfigError if a field of a dataclass breaks its check; `section` begins the key."""
+    """Raises ConfigError if a field of a dataclass fails its check; `section` is the first part of the key."""
     cls: Any = type(record)
     for name, kind in _kinds(cls).items():
         for problem in kind.broken(getattr(record, name), f"{section}.{name}"):
@@ -69,19 +70,19 @@ def build(
     error: Callable[[str], ElixirError] = ConfigError,
     **given: Any,
 ) -> T:
-    """An instance of the dataclass `cls`, nested ones included.
+    """Builds an instance of the dataclass `cls`, including nested ones.
 
     Args:
         cls: the dataclass. A section (a field that is a dataclass) that is left out has its default, or is empty.
         values: plain data, with a mapping for each dataclass.
-        texts: whether a text may stand for a number, for True or False, and for a list with commas.
-        noun: what a key is, for messages.
+        texts: whether a string may represent a number, True or False, or a list separated by commas.
+        noun: the name of a key in messages.
         error: makes the error from its message.
         given: values of fields that are not in the data.
 
     Raises:
-        ElixirError: as `error` makes it. It names every unknown key with the nearest known one, every missing key and
-            every value that is not as expected. Errors of the dataclasses' own checks pass.
+        ElixirError: made by `error`. It names every unknown key with the nearest known one, every missing key and every
+            unexpected value. Errors of the dataclasses' own checks are not changed.
     """
     reader = _Reader(noun, texts, [key for key in keys(cls) if key not in given])
     made: T | None = reader.record(cls, values, "", given)
@@ -94,7 +95,7 @@ def build(
 
 
 def keys(cls: Any, where: str = "") -> list[str]:
-    """The dotted key of every field; those of a section in its place."""
+    """The dotted keys of all fields, with those of a section in its place."""
     found: list[str] = []
     for name, kind in _kinds(cls).items():
         found += keys(kind.type, f"{where}{name}.") if kind.is_record else [where + name]
@@ -102,8 +103,10 @@ def keys(cls: Any, where: str = "") -> list[str]:
 
 
 def unknown(noun: str, key: str, known: Sequence[str]) -> str:
-    """The words for an unknown key, with the nearest of `keys`; keys with the same last part, and those of a section
-    of this name, are nearer than others."""
+    """Describes an unknown key, with the nearest known one.
+
+    Keys with the same last part, and those of a section of this name, are nearer than others.
+    """
     last = key.rpartition(".")[2].replace("-", "_")
     alike = [k for k in known if k.rpartition(".")[2] == last or k.startswith(f"{key}.")]
     sections = {k.rpartition(".")[0] for k in known} - {"", key}
@@ -112,7 +115,7 @@ def unknown(noun: str, key: str, known: Sequence[str]) -> str:
 
 
 class _Kind:
-    """The type of a field, taken apart once."""
+    """The type of a field, analyzed once."""
 
     __slots__ = ("checks", "is_record", "origin", "parts", "respelled", "type")
 
@@ -129,7 +132,7 @@ class _Kind:
         self.is_record = dataclasses.is_dataclass(hint)
 
     def __str__(self) -> str:
-        """The type as it is written, without modules and checks."""
+        """Returns the type as it is written, without modules and checks."""
         if self.origin in (Union, types.UnionType):
             return " | ".join(map(str, self.parts))
         if self.origin is Literal:
@@ -138,7 +141,7 @@ class _Kind:
         return name + (f"[{', '.join(map(str, self.parts))}]" if self.parts else "")
 
     def broken(self, value: Any, key: str) -> Iterator[str]:
-        """What is wrong with a value of this type; nothing with None."""
+        """Yields the failed checks of a value of this type; None never fails."""
         if self.checks and value is not None:
             is_tuple = isinstance(value, tuple)
             items = [(f"{key}[{i}]", item) for i, item in enumerate(value)] if is_tuple else [(key, value)]
@@ -157,14 +160,14 @@ def _wrong(key: str, expected: object, value: Any) -> str:
 
 
 class _Reader:
-    """Converts values, and notes what is wrong with them."""
+    """Converts values, and collects the mistakes in them."""
 
     def __init__(self, noun: str, texts: bool, known: Sequence[str]) -> None:
         self.faults: list[str] = []
         self._noun, self._texts, self._known = noun, texts, known
 
     def record(self, cls: Any, values: Any, where: str, given: Mapping[str, Any]) -> Any:
-        """The record, if all is right; `where` is its key with a dot."""
+        """Returns the record if all values are right; `where` is its key with a dot."""
         if not isinstance(values, Mapping):
             self.faults.append(_wrong(where.rstrip(".") or self._noun, "a section with keys", values))
             return None
@@ -188,7 +191,7 @@ class _Reader:
         return cls(**arguments) if len(self.faults) == before else None
 
     def value(self, value: Any, kind: _Kind, key: str, shown: _Kind | None = None) -> Any:
-        """The value as `kind` says, if it is right; messages say the type `shown`."""
+        """Converts the value to `kind`, if it is right; messages name the type `shown`."""
         before = len(self.faults)
         for spell in kind.respelled if isinstance(value, str) else ():
             value = spell(value)
@@ -221,7 +224,7 @@ class _Reader:
                 return tuple(self.value(v, k, f"{key}[{i}]") for i, (v, k) in enumerate(zip(items, each, strict=True)))
         elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
             inside = [(name, f"{key}.{str(name)[:_LONGEST]}") for name in value]
-            names = _Reader(self._noun, True, self._known)  # keys are texts in JSON
+            names = _Reader(self._noun, True, self._known)  # keys are strings in JSON
             made = {names.value(name, parts[0], k): self.value(value[name], parts[1], k) for name, k in inside}
             self.faults += names.faults
             return made
@@ -235,7 +238,7 @@ class _Reader:
         return None
 
     def _items(self, value: Any) -> list[Any] | None:
-        """The items of a list, or of a text with commas."""
+        """Returns the items of a list, or of a string separated by commas."""
         if self._texts and isinstance(value, str):
             text = value.strip()
             text = text[1:-1] if text[:1] + text[-1:] in ("[]", "()") else text
@@ -243,7 +246,7 @@ class _Reader:
         return list(value) if isinstance(value, list | tuple) else None
 
     def _plain(self, value: Any, kind: Any) -> Any:
-        """`value` as a bool, int, float or text; None if it is no such thing."""
+        """Converts `value` to a bool, int, float or string; None if that is impossible."""
         if type(value) is kind:
             return value
         is_text = self._texts and isinstance(value, str)

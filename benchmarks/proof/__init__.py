@@ -1,1 +1,1 @@
-"""What only a GPU can show, in one command that can be called again: `python -m benchmarks.proof` (docs/gpu.md)."""
+"""Shows what only a GPU can, by one command that can be repeated: `python -m benchmarks.proof` (docs/gpu.md)."""

@@ -1,6 +1,6 @@
 """`python -m benchmarks.proof`: every step that has no good result yet, one after another, while there is time.
 
-Owns the command line and the loop over the steps. Imports the standard library alone: on a bare machine the first step
+Owns the command line and the loop over the steps. Imports only the standard library: on a bare machine the first step
 brings the rest.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.proof.table import page
 
 HERE = ROOT / "build" / "gpu-proof"
 LEAST_TIME = 1 / 3
-"""Of its limit: with less time left a step is not begun."""
+"""Part of its limit: with less time left a step is not begun."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,7 +113,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--results",
         type=Path,
         metavar="FILE",
-        help="a results.jsonl to go on from in a new folder (that in build/gpu-proof)",
+        help="a results.jsonl to continue from in a new folder (that in build/gpu-proof)",
     )
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier calls")
     parser.add_argument(

@@ -1,22 +1,22 @@
 """The time below which no step can be, on the machine as it was measured.
 
-Owns the arithmetic; measures nothing (`rates`). Imports the standard library alone.
+Owns the arithmetic; measures nothing (`rates`). Imports only the standard library.
 
-Three things that can run side by side each take a least time, and the longest of them is the bound:
+Three things that can overlap each take a least time, and the longest of them is the bound:
 
 - compute: the matrix products, for M parameters that a token meets and D tokens. 2 M D in forward, as much again where
   activations are recomputed, 2 M D for the gradients of activations, and 2 M D for those of trained weights (8 M D of a
   model trained whole; Elixir v2, section 6);
-- PCIe: parameters that cannot be at home on the device go up twice a micro-batch (2 B each), for forward and for
-  backward. The gradients of those that are trained come down meanwhile, and are fewer bytes. What the activations of a
-  micro-batch take of the device is no home: all contenders recompute layers, and hold as many;
-- host Adam: those that are trained and not at home on the device are updated by the CPU.
+- PCIe: parameters whose state cannot be on the device go up twice a micro-batch (2 B each), for forward and for
+  backward. The gradients of those that are trained come down meanwhile, and are fewer bytes. Device memory
+  for the activations of a micro-batch cannot hold state: all contenders recompute layers, and hold as many;
+- host Adam: trained parameters whose state is not on the device are updated by the CPU.
 """
 
 from typing import Any
 
 COMPUTE_BYTES, STATE_BYTES = 2, 16
-"""Of a parameter: as it is multiplied, and with gradient, fp32 master and two moments."""
+"""Bytes of a parameter: as it is multiplied, and with gradient, fp32 master and two moments."""
 
 
 def bound(rates: dict[str, float], row: dict[str, Any]) -> tuple[float, str]:

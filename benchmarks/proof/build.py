@@ -7,7 +7,7 @@ that may be empty, nothing is fetched: what this Python lacks comes from there. 
 2. from a wheel in WHEELS whose Python files are those of this tree;
 3. from the source tree as it is: everything works, but updates in host memory run several times slower.
 
-SITE goes in front of PYTHONPATH (`path_of`); it is made anew when a file that it was made from has changed.
+SITE goes in front of PYTHONPATH (`path_of`); it is rebuilt when a file that it was made from has changed.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ def _bring(site: Path, wheels: Path) -> str:
 
 
 def _digest(wheels: Path) -> str:
-    """Of all that the library is made from, and of the Python."""
+    """The hash of all sources of the library, and of the Python."""
     files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", *(ROOT / "csrc").iterdir(), *wheels.glob("*.whl")]
     found = hashlib.sha256(sys.version.encode())
     for path in sorted([*files, *_sources()]):

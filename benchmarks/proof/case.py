@@ -36,11 +36,11 @@ from elixir_moe.planner.trace import trace as traced
 GIB = 1 << 30
 WARM_STEPS, STEPS = 2, 3
 TOY_STEPS = 1, 1
-"""The same without a GPU."""
+"""The value without a GPU."""
 FITS = 0.92
-"""Of the device's memory, what a plan may use: the allocator leaves holes."""
-BESIDE = 1.1
-"""What a peer needs beside its state, as a factor of it."""
+"""Part of the device's memory that a plan may use: the allocator leaves holes."""
+OVERHEAD = 1.1
+"""The memory that a peer needs in all, as a multiple of its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def main() -> int:
     options = parser.parse_args()
     case = Case(**json.loads(options.case))
     try:
-        with tempfile.TemporaryDirectory() as cache:  # what one case learns of the machine is no other's
+        with tempfile.TemporaryDirectory() as cache:  # so that cases do not share measurements
             os.environ["XDG_CACHE_HOME"] = cache
             tell(_run(case, options.trace))
     except LeftOutError as why:
@@ -136,7 +136,7 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
 
 
 def _device_bytes(case: Case) -> int:
-    """What the case may use; a card of "80 GB" has a little less than 80 GiB, and that is what it uses then."""
+    """The device memory that the case may use; a card of "80 GB" has a little less than 80 GiB, and uses all of it."""
     if not torch.cuda.is_available():
         return GIB
     total = torch.cuda.get_device_properties(0).total_memory
@@ -144,7 +144,7 @@ def _device_bytes(case: Case) -> int:
 
 
 def _layers(case: Case) -> int | None:
-    """As many layers of a frozen model as host memory takes while it is made, twice its size; None: all.
+    """The layers of a frozen model that fit in host memory while it is made, at twice its size; None: all.
 
     Free memory is rounded down, so that all contenders of a machine get the same number.
     """
@@ -153,7 +153,7 @@ def _layers(case: Case) -> int | None:
     whole = build(case.model, toy=not torch.cuda.is_available()).counts()
     of_layer = 2 * 2 * whole["parameters"] / whole["layers"]
     free = host_bytes_left() // (8 * GIB) * 8 * GIB
-    return max(1, min(whole["layers"], int(free / BESIDE / of_layer)))
+    return max(1, min(whole["layers"], int(free / OVERHEAD / of_layer)))
 
 
 def _check_room(case: Case, counts: dict[str, int], device_bytes: int) -> None:
@@ -165,9 +165,9 @@ def _check_room(case: Case, counts: dict[str, int], device_bytes: int) -> None:
     if case.contender == "ours":
         needs = {"host": 2 * counts["parameters"]}  # where the model is made
     elif case.contender.endswith("offload"):
-        needs = {"host": int(BESIDE * state)}
+        needs = {"host": int(OVERHEAD * state)}
     else:
-        needs = {"device": int(BESIDE * state)}
+        needs = {"device": int(OVERHEAD * state)}
     there = {"host": host_bytes_left(), "device": device_bytes}
     for memory, nbytes in needs.items():
         if nbytes > there[memory]:

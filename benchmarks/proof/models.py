@@ -28,7 +28,7 @@ class Model:
     blocks: list[nn.Module]
     """Its layers, each of which is recomputed in backward."""
     loss: Callable[[nn.Module, Tensor], Tensor]
-    """Of a batch of tokens, (B, seq_len + 1) int64."""
+    """The loss of a batch of tokens, (B, seq_len + 1) int64."""
     vocab_size: int
     seq_len: int
     batch: int
@@ -101,7 +101,7 @@ _TOYS = {
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained one of low rank beside it (LoRA)."""
+    """A frozen linear layer with a trained low-rank adapter (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()

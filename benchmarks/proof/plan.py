@@ -1,6 +1,6 @@
 """The steps of the proof, in the order of their worth.
 
-Owns the list. Imports the standard library alone.
+Owns the list. Imports only the standard library.
 """
 
 import json
@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[int | None, tuple[str, ...]]] = {
 }
 """Device memory in GiB (None: all of it), and the peers. The state of 5.5 and 6 B parameters is 81 and 91 GiB."""
 WANTED_OF_PEER, WANTED_OF_BOUND = 1.5, 0.85
-"""What ours should reach: a multiple of the best offloading peer's tokens a second, and a fraction of the bound."""
+"""The targets for ours: a multiple of the best offloading peer's tokens a second, and a fraction of the bound."""
 
 SECONDS, MORE_SECONDS = 150, {"deepspeed-zero3-offload": 300, "qwen3-30b-a3b-lora": 240}
 """Limits of a case: DeepSpeed compiles its kernels at their first use, and 57 GiB of weights take a while to make."""
@@ -100,7 +100,7 @@ def trace_name(model: str) -> str:
 
 
 def compared(journal: Journal, model: str, contender: str, accumulation: int) -> dict[str, Any] | None:
-    """What the table says of a case beside its own figures; None if it has no good result."""
+    """The remark of the table on a case, besides its own figures; None if it has no good result."""
     row, rates = journal.figures(bench_name(model, contender, accumulation)), journal.figures("rates")
     if row is None or rates is None:
         return None

@@ -68,7 +68,7 @@ def _adam(numel: int, device: torch.device) -> Callable[[], Any]:
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
-    """Of the fastest of some runs, after one that warms up."""
+    """Seconds of the fastest of some runs, after a warm-up."""
     return min([elapsed(work) for _ in range(1 + REPEATS)][1:])
 
 

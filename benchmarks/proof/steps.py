@@ -1,6 +1,6 @@
 """Steps, each in a process of its own with a time limit, and the journal of their results.
 
-Owns how a step is run and what is kept of it. Knows nothing of what a step does. Imports the standard library alone.
+Owns how a step is run and what is kept of it. Knows nothing of what a step does. Imports only the standard library.
 
 The journal holds one JSON object a line, written when its step has ended; the latest line of a step counts. A line that
 was cut off counts for nothing, so a step that was interrupted is run again::
@@ -45,7 +45,7 @@ def tell(figures: dict[str, Any]) -> None:
 
 
 def run(step: Step, log: Path, limit: float) -> dict[str, Any]:
-    """Runs the step for at most `limit` seconds; its output goes to the end of `log`, and what it says is returned."""
+    """Runs the step for at most `limit` seconds; appends its output to `log`, and returns what it reports."""
     if step.left_out is not None:
         return _result(step, LEFT_OUT, figures={"left_out": step.left_out})
     with log.open("ab") as out:
@@ -87,7 +87,7 @@ def _result(step: Step, outcome: str, *, seconds: float = 0.0, **found: Any) -> 
 
 
 def status(device: str | None) -> str:
-    """Of each result: only a GPU's are measurements."""
+    """Says whether a result is a measurement: only a GPU's is."""
     return "measured" if device else "not measured (no GPU)"
 
 
@@ -125,7 +125,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def figures(self, step: str) -> dict[str, Any] | None:
-        """What a good step has told."""
+        """The report of a step that succeeded."""
         return self.results[step]["figures"] if self.is_good(step) else None
 
 

@@ -1,6 +1,6 @@
 """The Markdown page of a proof.
 
-Owns its form. Imports the standard library alone.
+Owns its form. Imports only the standard library.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 def page(journal: Journal) -> str:
-    """What was found so far."""
+    """Returns a Markdown page of the results so far."""
     machine = journal.figures("build") or {}
     lines = [
         f"# {journal.device or 'No GPU: toys on the CPU, and no figure means anything'}",

@@ -78,7 +78,7 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def gaps(covered: list[Interval], whole: Interval) -> list[Interval]:
-    """What disjoint ordered intervals leave open of `whole`."""
+    """The parts of `whole` that disjoint ordered intervals do not cover."""
     found, at = [], whole[0]
     for begin, end in covered:
         if begin > at:
