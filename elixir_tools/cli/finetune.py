@@ -31,8 +31,8 @@ def run(known: argparse.Namespace) -> int:
     """Fine-tunes; returns the exit code."""
     try:
         from elixir_tools.finetune.arguments import parse, parser_of
-        from elixir_tools.finetune.callbacks import DivergedError
-        from elixir_tools.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
+        from elixir_tools.finetune.callbacks import DivergedError, stopped_by
+        from elixir_tools.finetune.run import OutOfMemory, callbacks_of, finetune
     except ModuleNotFoundError as error:
         raise ConfigError(f"{known.verb} needs {error.name}: pip install trl peft") from error
 

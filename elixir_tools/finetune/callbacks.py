@@ -1,4 +1,4 @@
-"""Callbacks for trainers under a plan: supervision, `control.yaml`, signals, and the records of a run.
+"""Callbacks for trainers under a plan: supervision, requests by `control.yaml` and signals, and the records of a run.
 
 Owns what each does with a step. `watch` decides, `report` has the files, `hf.steps` the facts. They go to any
 Trainer with `ElixirMixin`; `Records` shows and keeps what the others tell. Needs the package `transformers`.
@@ -9,7 +9,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -189,17 +189,22 @@ class Supervise(_Told):
                 self._event("moved apart", f"{folder.name} is now {target}")
 
 
-class ControlFile(_Told):
-    """Follows ``control.yaml`` in the output directory while a trainer runs: learning rate, clipping, save, stop."""
+class Requests(_Told):
+    """Does what is asked of a trainer while it runs, between two steps.
 
-    def __init__(self, path: str | Path | None = None) -> None:
-        """`path`: of the file, by default ``control.yaml`` in the trainer's output directory."""
+    ``control.yaml`` in the output directory asks for another learning rate or clipping, a save, or an end; a signal to
+    any rank asks for an end with a checkpoint.
+    """
+
+    def __init__(self, path: str | Path | None = None, *, signals: Signals | None = None) -> None:
+        """`path`: of the file, by default that in the trainer's output directory; `signals`: those of this process."""
         self._path = None if path is None else Path(path)
+        self._signals = signals
         self._file: controls.ControlFile | None = None
         self._factor = 1.0
         """On the optimizer's learning rate."""
-        self.stopped = False
-        """Whether the file has ended the run."""
+        self.stopped: int | None = None
+        """The number of the signal that has ended the run, the same on all ranks; 0 for the file; None: nothing has."""
 
     def to_save(self) -> dict[str, Any]:
         """As `StepCallback` says."""
@@ -230,15 +235,19 @@ class ControlFile(_Told):
                 asked = self._file.changed()
             except ConfigError as error:
                 asked = error
-        asked = gathered(asked, require_wrapped(self.trainer.model, "ControlFile").groups.control)[0]
+        received = 0 if self._signals is None or first else self._signals.received
+        found = gathered((asked, received), require_wrapped(self.trainer.model, "Requests").groups.control)
+        asked, signal = found[0][0], max(received for _, received in found)
         if isinstance(asked, ConfigError):
             self._event("control", f"{CONTROL} is not followed: {asked}")
         elif asked is not None:
             self._apply(asked)
             if not first:
-                self.stopped = self.stopped or asked.stop
-                control.should_save = control.should_save or asked.save or asked.stop
-                control.should_training_stop = control.should_training_stop or asked.stop
+                control.should_save = control.should_save or asked.save
+                self.stopped = 0 if asked.stop else self.stopped
+        self.stopped = signal or self.stopped
+        if self.stopped is not None:
+            control.should_save = control.should_training_stop = True
 
     def _apply(self, asked: Control) -> None:
         trainer = self.trainer
@@ -251,22 +260,6 @@ class ControlFile(_Told):
             else:
                 args.max_grad_norm = value
             self._event("control", text)
-
-
-class StopAtSignal(StepCallback):
-    """Ends a training, with a checkpoint, after the step in which some rank received a signal."""
-
-    def __init__(self, signals: Signals) -> None:
-        """`signals`: those of this process."""
-        self._signals = signals
-        self.received = 0
-        """The number of the signal, the same on all ranks; 0 if none."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called after each step. Collective."""
-        self.received = max(gathered(self._signals.received))
-        if self.received:
-            control.should_save = control.should_training_stop = True
 
 
 class Records(StepCallback):
@@ -356,10 +349,9 @@ class Records(StepCallback):
         self._write()
         if self._files is None:
             return
-        others = self.trainer.callback_handler.callbacks
-        number = next((c.received for c in others if isinstance(c, StopAtSignal) and c.received), 0)
-        if number or any(isinstance(c, ControlFile) and c.stopped for c in others):
-            why = f"after step {state.global_step} by {controls.named(number) if number else CONTROL}"
+        stopped = stopped_by(self.trainer.callback_handler.callbacks)
+        if stopped is not None:
+            why = f"after step {state.global_step} by {controls.named(stopped) if stopped else CONTROL}"
             self.event("stopped", why)
             self.end("stopped", why)
             return
@@ -466,6 +458,11 @@ class Records(StepCallback):
     def _say(self, text: str) -> None:
         if not self._quiet:
             print(text, flush=True)
+
+
+def stopped_by(callbacks: Iterable[Any]) -> int | None:
+    """The number of the signal that has stopped a run, 0 for `control.yaml`; None if nothing has."""
+    return next((callback.stopped for callback in callbacks if isinstance(callback, Requests)), None)
 
 
 def claimed(directory: Path) -> Claim:

@@ -39,7 +39,7 @@ from elixir_moe.ext.planner import Profile, tile_for, trace
 from elixir_moe.ext.plans import AutoPlan, Plan, size_bytes
 from elixir_moe.ext.trainer import ElixirMixin
 from elixir_tools.finetune.arguments import Arguments
-from elixir_tools.finetune.callbacks import ControlFile, Records, StopAtSignal, Supervise
+from elixir_tools.finetune.callbacks import Records, Requests, Supervise, stopped_by
 from elixir_tools.finetune.smaller import Step, that_fits
 from elixir_tools.models.adapters import (
     adapted_modules,
@@ -74,7 +74,7 @@ _PAIRS = ("dpo", "reward")
 
 
 def callbacks_of(given: Arguments, signals: Signals, command: str = "") -> list[TrainerCallback]:
-    """The callbacks of a command: records, supervision, `control.yaml` and signals."""
+    """The callbacks of a command: records, supervision, and requests by `control.yaml` and signals."""
     data = given.script.dataset_name or ", ".join(str(each.path) for each in given.mixture.datasets)
     words = {
         "command": command,
@@ -86,7 +86,7 @@ def callbacks_of(given: Arguments, signals: Signals, command: str = "") -> list[
     }
     about = {name: str(text) for name, text in words.items() if text}
     supervised = [] if given.watch is None else [Supervise(given.watch)]
-    return [Records(about=about, profile=given.profile_step), *supervised, ControlFile(), StopAtSignal(signals)]
+    return [Records(about=about, profile=given.profile_step), *supervised, Requests(signals=signals)]
 
 
 def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any:
@@ -245,16 +245,6 @@ def _out_of_memory(
         )
     words = "the same rows a step in smaller micro-batches" if found.length == step.length else "shorter rows"
     return OutOfMemory(f"{where}: {first}. {words.capitalize()} should fit", changes | resumed)
-
-
-def stopped_by(callbacks: Sequence[TrainerCallback]) -> int | None:
-    """The number of the signal that has stopped a run, 0 for `control.yaml`; None if nothing has."""
-    for callback in callbacks:
-        if isinstance(callback, StopAtSignal) and callback.received:
-            return callback.received
-        if isinstance(callback, ControlFile) and callback.stopped:
-            return 0
-    return None
 
 
 def _folder(name: str, revision: str) -> str:

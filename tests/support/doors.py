@@ -83,8 +83,8 @@ def fine_tune(words: list[str], at: dict[int, str], on: int) -> Found:
     from transformers import TrainerCallback
 
     from elixir_tools.finetune.arguments import parse
-    from elixir_tools.finetune.callbacks import DivergedError
-    from elixir_tools.finetune.run import OutOfMemory, callbacks_of, finetune, stopped_by
+    from elixir_tools.finetune.callbacks import DivergedError, stopped_by
+    from elixir_tools.finetune.run import OutOfMemory, callbacks_of, finetune
 
     done, out = set[int](), Path(next(word.partition("=")[2] for word in words if "output_dir" in word))
 
