@@ -14,19 +14,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from elixir_moe.chunks.plan import size_bytes, size_text
-from elixir_moe.errors import ConfigError, PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Packings, PlanCandidate, Task, solve
-from elixir_moe.planner.tile_size import tile_bytes
+from elixir_moe.planner.solve import Packings, PlanCandidate, Task
 from elixir_moe.wrapping.tiling import tile
 from elixir_tools.cli.arguments import add_plan
 from elixir_tools.fit import gpus
+from elixir_tools.fit.search import fastest
 from elixir_tools.fit.tasks import model_of, reserve_of, task_of
 
 DOCS = Path(__file__).parent
@@ -215,36 +215,11 @@ class Predictions:
         """The prediction on a machine."""
         reason = ""
         for batch in BATCHES:
-            try:
-                choice, tiles = self._fastest(machine, batch)
-            except PlanError as error:
-                reason = str(error)
-                continue
-            return self._entry(machine, batch, choice, tiles)
+            found = fastest(partial(self._task, machine, batch), partial(self._packings, batch))
+            if found.choice is not None:
+                return self._entry(machine, batch, found.choice, found.tiles)
+            reason = found.reason
         return {"fits": False, "reason": reason}
-
-    def _fastest(self, machine: Machine, batch: int) -> tuple[PlanCandidate, int | None]:
-        """The fastest plan, and the bytes of its tiles: whole parameters, unless tiles make it fit or faster."""
-        task = self._task(machine, batch, None)
-        packings = self._packings(task, batch, None)
-        plain: PlanCandidate | None = None
-        missing = PlanError("")
-        try:
-            plain = solve(task, packings)
-        except PlanError as error:
-            missing = error
-        size = tile_bytes(task, plain, packings)
-        if size is not None:
-            try:
-                task = self._task(machine, batch, size)
-                tiled = solve(task, self._packings(task, batch, size))
-                if plain is None or tiled.seconds.step < 0.99 * plain.seconds.step:
-                    return tiled, size
-            except (ConfigError, PlanError):  # something in the model cannot be cut, or the tiles do not fit either
-                pass
-        if plain is None:
-            raise missing
-        return plain, None
 
     def _task(self, machine: Machine, batch: int, tile_size: int | None) -> Task:
         known, hardware = self._asked(batch, machine), machine.hardware
@@ -265,7 +240,7 @@ class Predictions:
         return Task(profile=profile, hardware=hardware, gpus=machine.gpus, capacity_bytes=capacity, host_bytes=host,
                     disk_bytes=hardware.disk_bytes_per_rank(machine.gpus))  # fmt: skip
 
-    def _packings(self, task: Task, batch: int, tile_size: int | None) -> Packings:
+    def _packings(self, batch: int, task: Task, tile_size: int | None) -> Packings:
         key = batch, tile_size, task.gpus
         if key not in self._packed:
             self._packed[key] = Packings(task)

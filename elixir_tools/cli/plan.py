@@ -16,28 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.errors import ConfigError
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.measure import measured_here
-from elixir_moe.ext.planner import (
-    Packings,
-    PlanCandidate,
-    Task,
-    cost,
-    explain,
-    price,
-    shortage,
-    solve,
-    tile_bytes,
-    tile_for,
-)
+from elixir_moe.ext.planner import PlanCandidate, Task, cost, explain, price, shortage, tile_for
 from elixir_moe.ext.plans import HELD_HEAD, Tier, held_line, held_rows, seconds_text, size_text
 from elixir_moe.ext.torch_versions import IMPORTED_LATE
 from elixir_tools.cli.largest import run_largest
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
-from elixir_tools.fit.answer import Answer, Asked, answered, assumed_lines, tokens_per_second
-from elixir_tools.fit.figures import Figures, recommended, words_of
+from elixir_tools.fit.answer import Answer, Asked, answered, assumed_lines
+from elixir_tools.fit.figures import PREDICTED, Figures, recommended, words_of
+from elixir_tools.fit.search import fastest
 from elixir_tools.fit.tasks import (
     DTYPES,
     choose_way,
@@ -56,8 +46,6 @@ from elixir_tools.train.waiting import Tell, Waits
 _MOST_TOKENS = 2**40
 """Most tokens in a batch: the sizes of larger tensors would overflow."""
 _MOST_IMBALANCE = 10**6
-_WORTH = 0.99
-"""Part of a step's seconds below which tiles are worth their trouble."""
 
 
 def run(known: argparse.Namespace) -> int:
@@ -113,41 +101,34 @@ def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Fig
 def _searched(
     known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None, tell: Tell
 ) -> tuple[Asked, float]:
-    """The question, its fastest plan and the seconds of the search. Tiles are there if they make it fit or faster."""
-    plain, seconds = _solved(known, hardware, model_of(known, mesh), tell)
-    size = tile_bytes(plain.task, plain.choice, plain.packings)
-    if size is None:
-        return plain, seconds
-    given = model_of(known, mesh)
+    """The question with its fastest plan, and the seconds of the search."""
+    models: dict[int | None, Planned] = {None: model_of(known, mesh)}
     narrow = DTYPES[known.dtype].itemsize  # a tile's bytes are those of the step's dtype, as most models are loaded
-    try:
-        tile_for(given.model, size, narrow)
-    except ConfigError as error:
-        return replace(plain, untiled=str(error).partition("\n")[0].removeprefix("tile: ")), seconds
-    tiled, more = _solved(known, hardware, given, tell, f", in tiles of {size_text(size)}")
-    tiled = replace(tiled, tiles=size_text(size).replace(".00", ""))
-    if tiled.choice is not None and (
-        plain.choice is None or tiled.choice.seconds.step < _WORTH * plain.choice.seconds.step
-    ):
-        return tiled, seconds + more
-    return plain, seconds + more
 
+    def task(tiles: int | None) -> Task:
+        given = models[None] if tiles is None else model_of(known, mesh)
+        if tiles is not None:
+            tile_for(given.model, tiles, narrow)
+            models[tiles] = given
+        cut = "" if tiles is None else f", in tiles of {size_text(tiles)}"
+        with _layers_told(given.model, tell, f"tracing a step{cut}"):
+            made = task_of(known, hardware, given, known.batch, known.seq)
+        tell(f"searching for the fastest plan{cut}")
+        return made
 
-def _solved(
-    known: argparse.Namespace, hardware: Hardware, given: Planned, tell: Tell, cut: str = ""
-) -> tuple[Asked, float]:
-    """The question about a model, with the fastest plan, and the seconds of its search; `cut`: its tiles in words."""
-    with _layers_told(given.model, tell, f"tracing a step{cut}"):
-        task = task_of(known, hardware, given, known.batch, known.seq)
-    tell(f"searching for the fastest plan{cut}")
-    started = time.perf_counter()
-    reason, choice, packings = "", None, Packings(task)
-    try:
-        choice = solve(task, packings)
-    except PlanError as error:
-        reason = str(error)
-    asked = Asked(known=known, given=given, task=task, choice=choice, reason=reason, packings=packings)
-    return asked, time.perf_counter() - started
+    found = fastest(task)
+    tiles = None if found.tiles is None else size_text(found.tiles).replace(".00", "")
+    asked = Asked(
+        known=known,
+        given=models[found.tiles],
+        task=found.task,
+        choice=found.choice,
+        reason=found.reason,
+        packings=found.packings,
+        tiles=tiles,
+        untiled=found.untiled,
+    )
+    return asked, found.seconds
 
 
 @contextmanager
@@ -254,16 +235,9 @@ def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
 
 
 def _predicted(choice: PlanCandidate) -> dict[str, Any]:
-    task, step = choice.task, choice.seconds.step
-    device, host = task.held_bytes(choice.size)
-    return {
-        "step_seconds": step,
-        "tokens_per_second": tokens_per_second(choice),
-        "tflops_per_gpu": cost.tflops_per_gpu(task.profile, step, task.accumulation),
-        "device_peak_bytes": cost.device_peak(task.profile, device, task.imbalance),
-        "host_bytes_per_rank": host + task.kept_bytes,
-        "disk_bytes": choice.size.disk_bytes,
-    }
+    figures, task = Figures.of_choice(choice).as_dict(), choice.task
+    tflops = cost.tflops_per_gpu(task.profile, choice.seconds.step, task.accumulation)
+    return {name: figures[name] for name in PREDICTED} | {"tflops_per_gpu": tflops}
 
 
 def _compare(task: Task, choice: PlanCandidate | None) -> Iterator[dict[str, Any]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from elixir_moe.errors import PlanError
 from elixir_moe.ext.hardware import Hardware
-from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost, solve, tile_bytes
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost, tile_bytes
 from elixir_moe.ext.plans import Plan, Tier, seconds_text, size_text
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
 from elixir_tools.fit.figures import Figures, memory_lines, speed_lines
 from elixir_tools.fit.largest import Sizes, largest
+from elixir_tools.fit.search import searched
 from elixir_tools.fit.tasks import DTYPES, named, quantized_as, reserve_of, task_of
 from elixir_tools.models.lora import Lora
 from elixir_tools.models.presets import Planned
@@ -217,7 +217,7 @@ def _disk(asked: Asked) -> Iterator[str]:
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
     hardware = gpus.with_disk(task.hardware, _ANY_DISK, None)
-    found = _solved(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks), asked.packings)
+    found = searched(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks), asked.packings).choice
     if found is not None:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
@@ -310,11 +310,6 @@ def _memory(asked: Asked) -> Iterator[str]:
     )
 
 
-def tokens_per_second(choice: PlanCandidate) -> float:
-    """Tokens of all GPUs, a second."""
-    return Figures.of_choice(choice).tokens_per_second
-
-
 def _updates(choice: PlanCandidate) -> float:
     seconds = choice.seconds
     return seconds.device_update + seconds.host_update + seconds.disk_update
@@ -324,10 +319,11 @@ def _speed(asked: Asked) -> Iterator[str]:
     if asked.choice is None:
         return
     seconds = asked.choice.seconds
+    speed = Figures.of_choice(asked.choice).tokens_per_second
     longest = max(("compute", "fetch", "offload"), key=lambda name: getattr(seconds, name))
     bound = {"compute": "compute", "fetch": "transfers to the GPU", "offload": "transfers from the GPU"}[longest]
     yield (
-        f"A step takes about {seconds_text(seconds.step)}, {tokens_per_second(asked.choice):,.0f} tokens a second on "
+        f"A step takes about {seconds_text(seconds.step)}, {speed:,.0f} tokens a second on "
         f"all GPUs: {bound} {seconds_text(getattr(seconds, longest))}, collectives {seconds_text(seconds.exposed)}, "
         f"updates {seconds_text(_updates(asked.choice))}."
     )
@@ -369,7 +365,7 @@ def _stick(asked: Asked) -> Iterator[str]:
         yield "More host memory would change nothing: all state is on the GPUs."
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
-    found = _solved(replace(task, host_bytes=task.host_bytes + STICK // ranks), asked.packings)
+    found = searched(replace(task, host_bytes=task.host_bytes + STICK // ranks), asked.packings).choice
     one_more = f"One more stick of {size_text(STICK)} of host memory"
     if found is None:
         yield f"{one_more} would not be enough."
@@ -391,21 +387,15 @@ def _accumulation(asked: Asked) -> Iterator[str]:
     while _updates(choice) > _AMORTISED * (_updates(choice) + backwards * each) and backwards < 2**10:
         backwards *= 2
     slow = f"Updates take {_updates(choice) / choice.seconds.step:.0%} of a step, once however many backwards it has"
-    found = _solved(replace(task, accumulation=backwards))
+    found = searched(replace(task, accumulation=backwards)).choice
     if found is None:
         yield f"{slow}: --accumulation would amortise them, but its sums of gradients do not fit."
     else:
+        faster, now = (Figures.of_choice(one).tokens_per_second for one in (found, choice))
         yield (
-            f"{slow}: --accumulation {backwards} amortises them, with {tokens_per_second(found):,.0f} tokens a second "
-            f"instead of {tokens_per_second(choice):,.0f}."
+            f"{slow}: --accumulation {backwards} amortises them, with {faster:,.0f} tokens a second instead of "
+            f"{now:,.0f}."
         )
-
-
-def _solved(task: Task, packings: Packings | None = None) -> PlanCandidate | None:
-    try:
-        return solve(task, packings)
-    except PlanError:
-        return None
 
 
 def _error(hardware: Hardware, ranks: int) -> str:

@@ -16,6 +16,8 @@ _WORTH = 0.01
 """Part of a step below which a share of it is not worth naming."""
 _FASTER = 1.5
 """How much faster QLoRA must be than LoRA to be recommended where both fit: it trains on rounded weights."""
+PREDICTED = ("step_seconds", "tokens_per_second", "device_peak_bytes", "host_bytes_per_rank", "disk_bytes")
+"""The keys of `Figures.as_dict` that a plan predicts."""
 _TIERS = {Tier.DEVICE: "VRAM on each GPU", Tier.HOST: "RAM for each GPU", Tier.DISK: "disk for each GPU"}
 
 

@@ -453,7 +453,7 @@ def test_experts_are_tiled_where_blocks_are_in_the_way(
     assert "since large parameters are cut into tiles of at most 256 KiB" in line(found, "The plan")
     roomy = said(capsys, *asked, "--budget", "1 GiB")
     assert roomy["tile"] is None and "em.tile" not in line(roomy, "To paste")
-    monkeypatch.setattr("elixir_tools.cli.plan.tile_bytes", lambda *_: None)
+    monkeypatch.setattr("elixir_tools.fit.search.tile_bytes", lambda *_: None)
     assert "too little device memory" in said(capsys, *asked, code=2)["reason"], "without tiles"
 
 

@@ -1,0 +1,73 @@
+"""The fastest plan for a step of a model, whole or in tiles.
+
+Owns when parameters are cut into tiles. Knows no model: the caller traces each.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, solve, tile_bytes
+
+_WORTH = 0.99
+"""Part of a step's seconds below which tiles are worth their trouble."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """A planning problem and its fastest plan."""
+
+    task: Task
+    packings: Packings
+    """Those of the search, for the same step in other memory."""
+    choice: PlanCandidate | None
+    reason: str
+    """Why there is no plan."""
+    seconds: float
+    """Time of the search."""
+    tiles: int | None = None
+    """Bytes of the tiles in which the model was cut; None if it was not."""
+    untiled: str | None = None
+    """Why the model was not cut into tiles, which might have helped."""
+
+
+def searched(task: Task, packings: Packings | None = None) -> Search:
+    """The fastest plan for a task."""
+    began, packings = time.perf_counter(), packings or Packings(task)
+    reason, choice = "", None
+    try:
+        choice = solve(task, packings)
+    except PlanError as error:
+        reason = str(error)
+    return Search(task=task, packings=packings, choice=choice, reason=reason, seconds=time.perf_counter() - began)
+
+
+def fastest(
+    task_of: Callable[[int | None], Task], packings_of: Callable[[Task, int | None], Packings] | None = None
+) -> Search:
+    """The fastest plan for the whole model, or for the model in tiles if they make it fit or faster.
+
+    Args:
+        task_of: the task for the bytes of tiles, None for the whole model. Raises ConfigError if it cannot be cut.
+        packings_of: those that an earlier search has left, for a task and its tiles.
+    """
+
+    def search(task: Task, tiles: int | None) -> Search:
+        return searched(task, None if packings_of is None else packings_of(task, tiles))
+
+    whole = search(task_of(None), None)
+    size = tile_bytes(whole.task, whole.choice, whole.packings)
+    if size is None:
+        return whole
+    try:
+        task = task_of(size)
+    except ConfigError as error:
+        return replace(whole, untiled=str(error).partition("\n")[0].removeprefix("tile: "))
+    tiled = search(task, size)
+    both = whole.seconds + tiled.seconds
+    if tiled.choice is None or (
+        whole.choice is not None and tiled.choice.seconds.step >= _WORTH * whole.choice.seconds.step
+    ):
+        return replace(whole, seconds=both)
+    return replace(tiled, tiles=size, seconds=both)
