@@ -5,12 +5,11 @@ Owns its output and the folder in which the disk is tried. Decides nothing: `ver
 
 import argparse
 import json
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,16 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.measure import cache_folder, disk_bytes_left, file_system
 from elixir_moe.ext.plans import size_text
-from elixir_tools.fit import reach
+from elixir_tools.cli.arguments import add_plan
 from elixir_tools.train import launch
+from elixir_tools.train.waiting import Tell, Waits
 from elixir_tools.verify.certificate import Check, as_dicts, first_failed
 from elixir_tools.verify.self_check import PLANS, Machine, facts, why_no_gpu
 
 _NEEDED_BYTES = 1 << 28
 """Free bytes of the disk that the check asks for."""
+_TOKENS = 2048
+"""Tokens of a GPU in the step whose largest models are named."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -32,9 +34,9 @@ def run(known: argparse.Namespace) -> int:
     """Prints three lines, or the object; returns 0 if everything is exact, else 1. Raises ConfigError."""
     if launch.under_torchrun():
         raise ConfigError("check starts ranks of its own: call it without torchrun")
-    progress = _Progress(quiet=known.quiet)
-    with _folder(known.disk) as folder:
-        report, first = _checked(folder, progress)
+    waits = Waits(quiet=known.quiet, after_seconds=0)
+    with _folder(known.disk) as folder, waits("looking at the machine") as tell:
+        report, first = _checked(folder, tell)
     text = json.dumps(report)
     if known.json:
         print(text)
@@ -42,17 +44,6 @@ def run(known: argparse.Namespace) -> int:
         print("\n".join(_lines(report, first)))
         _keep(text)
     return int(first is not None)
-
-
-class _Progress:
-    """Says on stderr what is being done, with the seconds so far."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._began = quiet, time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        if not self._quiet:
-            print(f"{time.monotonic() - self._began:5.1f} s  {what} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -75,29 +66,41 @@ def _folder(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _checked(folder: Path, progress: _Progress) -> tuple[dict[str, Any], Check | None]:
+def _checked(folder: Path, tell: Tell) -> tuple[dict[str, Any], Check | None]:
     """(all that was found, the first difference)."""
-    progress("looking at the machine")
     machine = Machine.here()
     report = facts() | {"ranks": machine.ranks, "gpus": machine.devices() if machine.gpus else []}
     if not machine.gpus:
         report["no_gpu"] = why_no_gpu()
     checks: dict[str, list[Check]] = {}
     for plan in PLANS:
-        progress(f"training a small mixture of experts under {plan}, and in plain PyTorch")
+        tell(f"training a small mixture of experts under {plan}, and in plain PyTorch")
         own = folder / plan
         own.mkdir()
         checks[plan] = machine.compare(plan, own, folder)
-    progress(f"measuring {'the link, ' if machine.gpus else ''}Adam and the disk")
+    tell(f"measuring {'the link, ' if machine.gpus else ''}Adam and the disk")
     hardware, direct = machine.speeds(folder)
     firsts = [(plan, failed) for plan, found in checks.items() if (failed := first_failed(found)) is not None]
     report["exact"] = not firsts
     report["first_difference"] = f"under {firsts[0][0]}, {firsts[0][1].name}: {firsts[0][1].where}" if firsts else None
-    report["trains"] = reach.largest(hardware, machine.ranks)
+    tell("counting by formulas what this machine can fine-tune")
+    report["trains"] = _trains(hardware, machine.ranks)
     report["speed"] = _speed(hardware, machine) | {"file_system": file_system(str(folder)), "disk_direct": direct}
     report["hardware"] = json.loads(hardware.to_json())
     report["checks"] = {plan: as_dicts(found) for plan, found in checks.items()}
     return report, firsts[0][1] if firsts else None
+
+
+def _trains(hardware: Hardware, ranks: int) -> dict[str, str | None]:
+    """{way to train: the largest model that fits}; empty where the packages that build models are missing."""
+    if find_spec("transformers") is None or find_spec("peft") is None:
+        return {}
+    from elixir_tools.fit import reach  # transformers and peft take seconds to load
+
+    plan = argparse.ArgumentParser()
+    add_plan(plan)
+    words = ["any", "--hardware", "here", "--gpus", str(ranks), "--batch", "1", "--seq", str(_TOKENS)]
+    return reach.largest(plan.parse_args(words), hardware)
 
 
 def _speed(hardware: Hardware, machine: Machine) -> dict[str, Any]:
@@ -132,7 +135,10 @@ def _lines(report: dict[str, Any], first: Check | None) -> Iterator[str]:
     adam = f"{speed['host_adam_parameters_per_second'] / 1e9:.2f} G parameters/s"
     yield f"speed   {link}; Adam in RAM {adam}; disk {disk}"
     found = "; ".join(f"{way} {name or 'none'}" for way, name in report["trains"].items())
-    yield f"trains  by formulas, {reach.TOKENS} tokens a GPU: {found}; exact: elixir-moe plan MODEL --hardware here"
+    if found:
+        yield f"trains  by formulas, {_TOKENS} tokens a GPU: {found}; exact: elixir-moe plan MODEL --hardware here"
+    else:
+        yield "trains  by formulas, if there were transformers and peft: pip install transformers peft"
     if report["torch_untested"]:
         yield f"note    {report['torch_untested']}"
 

@@ -36,6 +36,13 @@ def compares_ways(known: argparse.Namespace) -> bool:
     return named(known).config is not None and not said and known.optimizer == "adamw"
 
 
+def asked_for(known: argparse.Namespace, words: Mapping[str, object]) -> argparse.Namespace:
+    """The same question about one way to train: one of `WAYS`."""
+    asked = argparse.Namespace(**{**vars(known), **words})
+    choose_way(asked)
+    return asked
+
+
 def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int:
     """Prints the answer by formulas; of a comparison, the recommended way is then asked `exact` unless it is quick.
 
@@ -48,7 +55,7 @@ def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int
             "leave out --quick, or --checkpointing none, --largest and --compare"
         )
     started = time.perf_counter()
-    asked = {way: _asked(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}
+    asked = {way: asked_for(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}
     answers: dict[str, tuple[Planned, Figures]] = {}
     refused: dict[str, ConfigError] = {}
     with Waits(quiet=known.quiet)("counting bytes and operations by formulas"), uncollected():
@@ -115,10 +122,3 @@ def _lines(
         yield from speed_lines(figures)
         yield from run_lines(command)
     yield f"By formulas, mostly within {USUAL_ERROR:.0%} of the exact answer: ask again without --quick."
-
-
-def _asked(known: argparse.Namespace, words: Mapping[str, object]) -> argparse.Namespace:
-    """The same question about one way to train."""
-    asked = argparse.Namespace(**{**vars(known), **words})
-    choose_way(asked)
-    return asked
