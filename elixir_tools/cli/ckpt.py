@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from elixir_moe import latest
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.ext.checkpoints import (
     MANIFEST,
@@ -94,15 +95,12 @@ def _chosen(path: Path) -> Path:
     """
     if os.path.lexists(path / MANIFEST):
         return path
-    found = checkpoints(checkpoints_folder(path)) if path.is_dir() else []
-    if not found:
+    found = latest(checkpoints_folder(path)) if path.is_dir() else None
+    if found is None:
         raise ConfigError(
             f"{path} is not a checkpoint and holds none: name one, or the directory of a run that saved some"
         )
-    for _, manifest in found:
-        if isinstance(manifest, CheckpointError):
-            raise manifest
-    return found[-1][0]
+    return found
 
 
 def _ls(directory: Path, as_json: bool) -> int:

@@ -50,7 +50,7 @@ def run_largest(known: argparse.Namespace, hardware: Hardware) -> int:
     }
     title = f"{report['model']} on {known.gpus} x {hardware.name}, {_kept(known)}"
     if known.picture is not None:
-        from elixir_tools.cli.pictures import draw_largest  # matplotlib takes a second to load
+        from elixir_tools.report.picture import draw_largest  # matplotlib takes a second to load
 
         draw_largest(known.picture, title, _AXIS[known.largest], [_bar(known.largest, row) for row in found])
     print(json.dumps(report) if known.json else _as_text(title, unit, found, report))

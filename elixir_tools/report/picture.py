@@ -1,12 +1,15 @@
-"""The picture of a run: losses against steps, with the bigram model's loss as a line.
+"""Pictures as PNG: the losses of a run against steps, and bars of what fits a machine.
 
-Owns `loss.png`, the lines in it, and the check of a file that `--picture` names. `figures` draws.
+Owns what is drawn, and the check of a file that `--picture` names. `figures` draws lines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.ext.page import SERIES
@@ -72,6 +75,31 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"--picture: {str(directory)!r} has no losses yet: ask again after the first step")
     with png_asked_for(path):
         draw_losses(path, f"{directory}: {found['state']}", train, validation, found["bigram_loss"])
+
+
+def draw_largest(path: Path, title: str, unit: str, found: Sequence[tuple[str, float | None, str]]) -> None:
+    """Draws bars of the largest that fits under each strategy, like ZeRO-Infinity's Figure 6a.
+
+    Args:
+        path: the file to write.
+        title: title of the picture.
+        unit: what the bars count.
+        found: (strategy, the bar's length or None, its label) in the order of the bars.
+
+    Raises:
+        ConfigError: `path` is not a PNG file that can be written.
+    """
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = axes.bar([name for name, *_ in found], [size or 0 for _, size, _ in found], color="tab:blue")
+    axes.bar_label(bars, [label for *_, label in found], padding=3)
+    axes.set(ylabel=unit, yscale="symlog" if any(size for _, size, _ in found) else "linear")
+    axes.set_title(title.encode(errors="replace").decode(), parse_math=False, fontsize=10, wrap=True)
+    axes.margins(y=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    with png_asked_for(path):
+        figure.savefig(path, format="png")
 
 
 @contextmanager

@@ -244,7 +244,8 @@ class Loop:
             found = inspect(self.training.model)
             facts = found.facts(self.training.progress.accumulation)
             self._planned = totals(facts["planned_bytes"])
-            changed = self.report.plan(found.rows, found.plan.to_json(), facts, found.plan.explanation)
+            self.report.show_plan(found.rows, facts, found.plan.explanation)
+            changed = self.report.plan(found.plan.to_json(), facts)
             if found.prediction is not None:
                 self.report.say(f"time        {seconds_text(found.prediction.step_seconds)} a step, predicted")
             if source is not None:

@@ -31,7 +31,7 @@ _COLUMNS = {
 __all__ = ["Console", "Report"]
 
 
-class Report:
+class Report(RunFiles):
     """Rank 0's reporter, from the first line to the last file."""
 
     def __init__(
@@ -47,12 +47,11 @@ class Report:
     ) -> None:
         """`done`: steps already done by a resumed run; records of later steps are dropped. `details`: the plan is shown
         in full."""
-        self._details = details
-        self._console, self._directory = console, directory
+        self._details, self._console = details, console
         self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
         self._first = done + 1
-        self._files = RunFiles(directory, self.say, done=done)
-        self._train_losses, self._val_losses = losses_of(self._files.kept)
+        super().__init__(directory, self.say, done=done)
+        self._train_losses, self._val_losses = losses_of(self.kept)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -72,7 +71,7 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
-        self._files.close()
+        self.close()
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -85,24 +84,14 @@ class Report:
         """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def about(self, words: Mapping[str, str]) -> None:
-        """Writes what the run is, in words."""
-        self._files.about(words)
-
-    def plan(
-        self, rows: Sequence[Mapping[str, Any]], plan_json: str, facts: Mapping[str, Any], explanation: str
-    ) -> str | None:
-        """Shows where the model lives, and with `details` the plan; writes both to files.
-
-        Returns what differs from the plan of the run's previous start, as text; None if nothing does.
-        """
+    def show_plan(self, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], explanation: str) -> None:
+        """Shows where the model lives, and with `details` the plan."""
         more = "" if self._details else "; --details shows the plan"
         self.say(f"memory      of a rank: {planned_text(facts['planned_bytes'])}{more}")
         if self._details:
             self._show(rows)
             if explanation:
                 self.say(explanation)
-        return self._files.plan(plan_json, facts)
 
     def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The state as a table, one row per chunk group."""
@@ -113,9 +102,9 @@ class Report:
             table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
         self._console.print(table)
 
-    def step(self, record: StepRecord) -> None:
-        """Records a step, and shows it if due."""
-        self._files.step(record)
+    def step(self, record: StepRecord) -> dict[str, Any]:
+        """Records a step, and shows it if due; returns the record as plain data."""
+        plain = super().step(record)
         self._train_losses.append((record.step, record.loss))
         if record.val_loss is not None:
             self._val_losses.append((record.step, record.val_loss))
@@ -123,23 +112,12 @@ class Report:
         due = not self._console.is_terminal and record.step % self._log_every == 0
         if due or record.val_loss is not None or record.step in (self._first, self._steps):
             self.say(self._line(record))
+        return plain
 
     def go_back(self, step: int) -> None:
         """Drops the records of steps after `step`, which will be run again."""
-        self._files.go_back(step)
-        self._train_losses, self._val_losses = losses_of(self._files.kept)
-
-    def event(self, step: int, kind: str, text: str) -> None:
-        """Records an event, and shows it."""
-        self._files.event(step, kind, text)
-
-    def status(self, state: str, step: int, checkpoint: str | None, reason: str = "") -> None:
-        """Writes the state of the run: running, stopped, failed or done."""
-        self._files.status(state, step, checkpoint, reason)
-
-    def write(self, name: str, text: str) -> None:
-        """Writes a text file in the run directory atomically."""
-        self._files.write(name, text)
+        super().go_back(step)
+        self._train_losses, self._val_losses = losses_of(self.kept)
 
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes the results of a finished run."""
@@ -171,7 +149,7 @@ class Report:
     def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
         tensors = {name: tensor.detach().contiguous().clone() for name, tensor in weights.items()}
-        temporary = self._files.part_of("weights.safetensors")
+        temporary = self.part_of("weights.safetensors")
         save_file(tensors, temporary)
         shutil.copymode(self._directory / "sample.txt", temporary)
         temporary.replace(self._directory / "weights.safetensors")
