@@ -10,7 +10,7 @@ import elixir_moe as em
 from benchmarks import deepspeed_peers, megatron_peers
 from benchmarks.contenders import Build, ddp, dense_of_same_size, fsdp, fsdp_zero2, ours, plain
 from benchmarks.workload import Workload
-from elixir_tools.models.config import gpt_config
+from elixir_tools.models.config import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,15 @@ class Row:
     """The package without which the peer cannot run."""
 
 
-_GPT = Workload(name="GPT-2 of 8 layers x 512, fp32, AdamW", model=gpt_config("gpt2-8x512"), batch=2)
-_TINY = Workload(name="GPT of 2 layers x 64, fp32, AdamW", model=gpt_config("gpt-tiny"), batch=1)
+_GPT_8 = GPTConfig(vocab_size=8192, seq_len=256, n_layers=8, d_model=512, n_heads=8)
+_GPT = Workload(name="GPT-2 of 8 layers x 512, fp32, AdamW", model=_GPT_8, batch=2)
+_TINY = Workload(
+    name="GPT of 2 layers x 64, fp32, AdamW", model=GPTConfig(seq_len=64, n_layers=2, d_model=64, n_heads=4), batch=1
+)
 _PR_MOE = Workload(
     name="PR-MoE of 4 layers x 256, experts 4 and 8, EP 2, capacity 1.25, bf16, AdamW",
     model=replace(
-        gpt_config("gpt2-8x512"),
+        _GPT_8,
         n_layers=4,
         d_model=256,
         n_heads=4,
@@ -58,7 +61,7 @@ _WIDE_MOE = replace(
 )
 _GPT_12 = Workload(
     name="GPT of 12 layers x 768, fp32, AdamW",
-    model=replace(gpt_config("gpt2-8x512"), n_layers=12, d_model=768, n_heads=12, vocab_size=256, experts=(), ep=()),
+    model=replace(_GPT_8, n_layers=12, d_model=768, n_heads=12, vocab_size=256, experts=(), ep=()),
     batch=2,
 )
 FULL = {

@@ -1,13 +1,12 @@
-"""The configuration of a GPT: checked settings, and configurations with names.
+"""The configuration of a GPT: checked settings.
 
-Owns `GPTConfig` and the named configurations. Builds nothing.
-Sources of the named shapes: Elixir v2, table 3 (gpt2-4b to gpt2-20b); PR-MoE's pyramid, DeepSpeed-MoE, section 4.1.
+Owns `GPTConfig`. Builds nothing. Source of the pyramid of experts: PR-MoE, DeepSpeed-MoE, section 4.1.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from elixir_moe.errors import ConfigError, LayoutError, unknown_name
+from elixir_moe.errors import ConfigError, LayoutError
 
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
 
@@ -107,43 +106,3 @@ class GPTConfig:
                 f"dropout={self.dropout} with tp={tp}: the ranks of tp would drop different elements of activations "
                 f"they share; set dropout=0, or tp=1"
             )
-
-
-def gpt_config(name: str, **changes: Any) -> GPTConfig:
-    """A named configuration, with fields replaced: ``gpt_config("gpt2-8x512", checkpoint="reentrant")``.
-
-    Raises:
-        ConfigError: no configuration has that name; the nearest is suggested.
-    """
-    configs = named_configs()
-    if name not in configs:
-        raise unknown_name("model", name, configs)
-    return replace(configs[name], **changes)
-
-
-def named_configs() -> dict[str, GPTConfig]:
-    """All named configurations."""
-    return {
-        "gpt-tiny": GPTConfig(seq_len=64, n_layers=2, d_model=64, n_heads=4),
-        "moe-tiny": GPTConfig(seq_len=64, n_layers=2, d_model=64, n_heads=4, experts=(0, 4), ep=(1, 2), top_k=2),
-        "pr-moe-tiny": GPTConfig(seq_len=64, n_layers=4, d_model=64, n_heads=4, experts=(0, 2, 0, 4), residual=True),
-        "pr-moe-bytes": GPTConfig(
-            seq_len=256,
-            n_layers=6,
-            d_model=192,
-            n_heads=6,
-            experts=(0, 4, 0, 4, 0, 8),
-            residual=True,
-            capacity_factor=1.5,
-            z_coefficient=0.001,
-        ),
-        "gpt2-8x512": GPTConfig(vocab_size=8192, seq_len=256, n_layers=8, d_model=512, n_heads=8),
-        "gpt2-4b": _gpt2(d_model=3072, n_layers=32, n_heads=24),
-        "gpt2-10b": _gpt2(d_model=4096, n_layers=48, n_heads=32),
-        "gpt2-15b": _gpt2(d_model=8192, n_layers=18, n_heads=64),
-        "gpt2-20b": _gpt2(d_model=8192, n_layers=24, n_heads=64),
-    }
-
-
-def _gpt2(*, d_model: int, n_layers: int, n_heads: int) -> GPTConfig:
-    return GPTConfig(vocab_size=50257, seq_len=1024, d_model=d_model, n_layers=n_layers, n_heads=n_heads)

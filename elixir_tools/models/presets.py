@@ -22,7 +22,7 @@ from elixir_moe import annotate
 from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.ext.hf import FusedLoss
 from elixir_tools.models.adapters import adapted
-from elixir_tools.models.config import GPTConfig, gpt_config
+from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
 from elixir_tools.models.lora import Lora
 from elixir_tools.models.shapes import GPT2, LARGE_MOE, OPT, PR_MOE, names
@@ -97,7 +97,8 @@ def named_model(
     """
     ranks = 1 if mesh is None else mesh.size()
     if name in GPT2:
-        config = gpt_config(name, checkpoint="non_reentrant")
+        own, width, heads = GPT2[name]
+        config = _gpt(vocab_size=50257, seq_len=1024, n_layers=own, d_model=width, n_heads=heads)
     elif name in OPT:
         own, width, heads = OPT[name]
         config = _gpt(vocab_size=50272, seq_len=2050, n_layers=own, d_model=width, n_heads=heads)

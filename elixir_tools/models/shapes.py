@@ -5,7 +5,8 @@ Owns the names. Builds nothing, and needs no torch. Sources: GPT-2 of Elixir v2,
 every other one, about twice as many in the last two, in numbers that give the sizes of v1.
 """
 
-GPT2 = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
+GPT2 = {"gpt2-4b": (32, 3072, 24), "gpt2-10b": (48, 4096, 32), "gpt2-15b": (18, 8192, 64), "gpt2-20b": (24, 8192, 64)}
+"""(layers, width, heads)."""
 OPT = {
     "opt-2.7b": (32, 2560, 32),
     "opt-6.7b": (32, 4096, 32),

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from elixir_moe.errors import ConfigError, LayoutError
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.rules import annotate, pattern_of
-from elixir_tools.models.config import GPTConfig, gpt_config, named_configs
+from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, generate, gpt_patterns, lm_loss, tokens_per_expert
+from elixir_tools.models.presets import named_model
 from tests.support.cases import with_further
 from tests.support.every import every
 from tests.support.ranks import RankPool
@@ -166,12 +167,18 @@ def test_a_copy_shares_the_meshes() -> None:
     assert torch.equal(lm_loss(again, batch_of()), lm_loss(model, batch_of()))
 
 
-def test_the_largest_model_is_built_without_memory() -> None:
-    with torch.device("meta"):
-        sizes = {name: sum(p.numel() for p in GPT(config).parameters()) for name, config in named_configs().items()}
-    for name, billions in (("gpt2-4b", 3.8), ("gpt2-10b", 9.9), ("gpt2-15b", 14.9), ("gpt2-20b", 19.8)):
-        assert sizes[name] / 1e9 == pytest.approx(billions, abs=0.1)
-    assert sizes["gpt2-8x512"] == pytest.approx(29.5e6, rel=0.01)
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt2-4b", 3.8), ("gpt2-10b", 9.9), ("gpt2-15b", 14.9), ("gpt2-20b", 19.8)]
+)
+def test_a_model_by_name_has_its_size_and_no_memory(name: str, billions: float) -> None:
+    model = named_model(name, batch=1, seq=8).model
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.1)
+    assert next(model.parameters()).is_meta
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'gpt2-20b'"):
+        named_model("gpt2-20B", batch=1, seq=8)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +202,6 @@ def test_the_largest_model_is_built_without_memory() -> None:
 def test_errors_of_the_configuration(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GPTConfig(**{**TINY, **settings})
-
-
-def test_named_configurations() -> None:
-    assert gpt_config("gpt2-8x512", checkpoint="reentrant").checkpoint == "reentrant"
-    assert gpt_config("pr-moe-tiny").residual and any(gpt_config("pr-moe-tiny").experts)
-    with pytest.raises(ConfigError, match=r"no model is called 'xyzzy'\. There are: "):
-        gpt_config("xyzzy")
-    with pytest.raises(ConfigError, match=r"did you mean 'gpt2-20b'\? There are: "):
-        gpt_config("gpt2-20B")
 
 
 def test_too_long_a_sequence() -> None:
