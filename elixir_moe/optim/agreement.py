@@ -115,7 +115,7 @@ class StepDecision:
         self._asked: list[str] = []
         """The clippings that the facts do not include yet; all ranks must request the same ones."""
         self.stepped: Options = []
-        """The options of the last step, which may have changed after the ranks agreed, for example in clipping."""
+        """The options of the last step; they may have changed since the ranks agreed, if clipping made them agree."""
         self._forget()
 
     def _forget(self) -> None:
