@@ -350,7 +350,10 @@ def _view(item: Owned) -> tuple[tuple[int, ...] | None, int | None]:
 
 
 def _cut(owner: nn.Module, name: str, parameter: nn.Parameter) -> int | None:
-    """Returns the sharded dim, by class if known: uninitialized weights lack the attributes, TE always sets them."""
+    """Returns the sharded dim, by class if known, else by the parameter's attributes.
+
+    Uninitialized weights lack the attributes, and Transformer Engine always sets them.
+    """
     if _named_so(type(owner), ("GroupedMLP",)):
         return {"weight1": 1, "weight2": 0}.get(name)
     for kind, dims in _CUT.items():
