@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from elixir_moe.distributed.waits import RULE, WAITS, RankWait, Wait, deadlock_of, describe_waits, named
-from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.errors import ConfigError
 from elixir_moe.torch_private import default_store
 
 PERIOD = "ELIXIR_WAIT_SECONDS"
@@ -47,7 +47,6 @@ _ANSWER_SECONDS = 2.0
 _MOST = 64
 """Most ranks whose positions are read for a warning."""
 _AT_WORK = "at work"
-_BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
 T = TypeVar("T")
 
 
@@ -80,15 +79,6 @@ def last_seen(ranks: Sequence[int]) -> dict[int, str]:
     except (RuntimeError, TimeoutError):  # the store, or its host, is gone
         reports = []
     return {rank: report.partition(" ")[2] for rank, report in zip(ranks, reports, strict=False) if report}
-
-
-def is_broken_collective(error: BaseException) -> bool:
-    """Whether the error, or its cause, is a collective that failed because peers are gone or late."""
-    if isinstance(error, ElixirError):
-        return error.__cause__ is not None and is_broken_collective(error.__cause__)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
-    )
 
 
 class _Line:

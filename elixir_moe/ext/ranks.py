@@ -3,7 +3,6 @@
 from elixir_moe.distributed.all_ranks import agree, gathered, raise_on_all_ranks
 from elixir_moe.distributed.collectives import abort_nccl, world_timeout
 from elixir_moe.distributed.waits import BusyTime
-from elixir_moe.distributed.watchdog import is_broken_collective
 from elixir_moe.parallel.mesh import prepare_process
 from elixir_moe.torch_private import default_store, fake_store, on_all_threads
 
@@ -14,7 +13,6 @@ __all__ = [
     "default_store",
     "fake_store",
     "gathered",
-    "is_broken_collective",
     "on_all_threads",
     "prepare_process",
     "raise_on_all_ranks",

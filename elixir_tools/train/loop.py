@@ -25,7 +25,7 @@ from elixir_moe import full_state_dict, init_mesh, inspect
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.measure import is_out_of_memory
 from elixir_moe.ext.plans import seconds_text
-from elixir_moe.ext.ranks import BusyTime, agree, default_store, is_broken_collective
+from elixir_moe.ext.ranks import BusyTime, agree, default_store
 from elixir_tools import settings
 from elixir_tools.report.directory import CONTROL, Claim
 from elixir_tools.report.records import StepRecord, Summary, process_bytes, totals
@@ -108,7 +108,7 @@ def train(
                 raise
             except Exception as error:
                 if not loops or not _is_short(error, store, loops[0]):
-                    if is_broken_collective(error) and not isinstance(error, ElixirError):
+                    if memory.is_broken_collective(error) and not isinstance(error, ElixirError):
                         raise ElixirError(f"{error}. Another rank has failed or stopped: see its error") from error
                     raise
             del mesh
@@ -173,7 +173,7 @@ def _check_alike(config: TrainConfig, data: Text) -> None:
 def _is_short(error: Exception, store: dist.Store, loop: "Loop") -> bool:
     """Whether some rank is out of memory, and the step can be redone."""
     short = is_out_of_memory(error)
-    if not short and not is_broken_collective(error):
+    if not short and not memory.is_broken_collective(error):
         return False
 
     def exchange() -> tuple[str, bool] | None:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe import inspect
-from elixir_moe.errors import TierError
+from elixir_moe.errors import ElixirError, TierError
 from elixir_moe.ext.ranks import abort_nccl, world_timeout
 from elixir_tools.train.config import PlanConfig, TrainConfig
 from elixir_tools.train.training import Training
 
 _KEY = "out of memory"
+_BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 """Longest wait for the store."""
@@ -80,6 +81,15 @@ class Scarcity:
         plan, accumulation = smaller_one
         batches = config.run.eval_batches * accumulation // config.run.accumulation  # smaller ones, of the same rows
         return replace(config, plan=plan, run=replace(config.run, accumulation=accumulation, eval_batches=batches))
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether the error, or its cause, is a collective that failed because peers are gone or late."""
+    if isinstance(error, ElixirError):
+        return error.__cause__ is not None and is_broken_collective(error.__cause__)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
+    )
 
 
 def say_so(store: Any, rank: int, *, redoable: bool) -> None:
