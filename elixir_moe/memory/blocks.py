@@ -33,7 +33,7 @@ _MOST_PLACES = 4096
 class _Memory:
     """The memory of a block and what is made for it once: one object, so that an interrupt cannot part them."""
 
-    __slots__ = ("flat", "idle_uses", "places", "wire")
+    __slots__ = ("flat", "idle_uses", "param_views", "wire")
 
     def __init__(self, flat: torch.Tensor) -> None:
         """`flat` is uint8, and its storage is nobody else's."""
@@ -41,8 +41,8 @@ class _Memory:
         self.wire = _own_storage(flat)
         """The block's bytes for collectives."""
         self.idle_uses = storage_uses(flat)
-        """Uses of the storage while nobody reads it: by `flat` and `places`."""
-        self.places: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """Uses of the storage while nobody reads it: by `flat` and `param_views`."""
+        self.param_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By chunk: the tensor that `Block.claim` returned, and its parameters' views of it."""
 
     def keep(self, chunk: int, whole: torch.Tensor, made: list[torch.Tensor]) -> None:
@@ -51,11 +51,11 @@ class _Memory:
         An interrupt in between leaves `idle_uses` too low. The block then gets other memory, which harms nobody.
         """
         assert whole.data_ptr() == self.flat.data_ptr(), "views of a block's former memory"
-        kept = sum(1 + len(views) for _, views in self.places.values())
+        kept = sum(1 + len(views) for _, views in self.param_views.values())
         if kept + len(made) >= _MOST_PLACES:
             self.idle_uses -= kept
-            self.places.clear()
-        self.places[chunk] = whole, made
+            self.param_views.clear()
+        self.param_views[chunk] = whole, made
         self.idle_uses += 1 + len(made)
 
 
@@ -104,10 +104,10 @@ class Block:
             self._read_later = False
         if kept:
             self._memory.flat.zero_()
-        known = None if _seen_by_modes() else self._memory.places.get(spec.index)
+        known = None if _seen_by_modes() else self._memory.param_views.get(spec.index)
         return self._memory.flat[: spec.nbytes].view(spec.key.dtype) if known is None else known[0]
 
-    def places(
+    def param_views(
         self, chunk: int, whole: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
         """The views that `make` returns for `whole`, the memory from `claim`: made once and not to be given away.
@@ -117,7 +117,7 @@ class Block:
         """
         if _seen_by_modes():
             return make(whole)
-        known = self._memory.places.get(chunk)
+        known = self._memory.param_views.get(chunk)
         if known is None:
             known = whole, make(whole)
             self._memory.keep(chunk, *known)

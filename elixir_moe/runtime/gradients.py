@@ -102,7 +102,7 @@ class Gradients:
             self.buffer = GradientBuffer(chunk, self._gaps, memory, adds=chunk.shard.has_gradient)
         elif self.block is not None:
             memory = self.block.claim(chunk.spec)
-            views = self.block.places(chunk.spec.index, memory, chunk.views)
+            views = self.block.param_views(chunk.spec.index, memory, chunk.views)
             self.buffer = GradientBuffer(chunk, self._gaps, memory, self.block.wire(chunk.spec), views)
         else:
             memory = torch.empty(chunk.spec.numel, dtype=chunk.spec.key.dtype, device=chunk.device)

@@ -60,7 +60,7 @@ class Weights:
     def views(self) -> list[torch.Tensor]:
         """The parameters' views of the buffer, which the block keeps for the next time."""
         assert self.buffer is not None and self.block is not None
-        return self.block.places(self.chunk.spec.index, self.buffer, self.chunk.views)
+        return self.block.param_views(self.chunk.spec.index, self.buffer, self.chunk.views)
 
     @property
     def own_part(self) -> torch.Tensor:

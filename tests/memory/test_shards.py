@@ -469,12 +469,12 @@ def test_a_block_drops_views_before_there_are_too_many(chunk: Chunk, monkeypatch
     statistics = Statistics()
     memory = torch.zeros(64, dtype=torch.uint8)
     block = Block(memory, statistics)
-    first = block.places(1, memory[:], lambda whole: [whole[:8], whole[8:16]])
-    assert block.places(1, memory, lambda _: []) is first
+    first = block.param_views(1, memory[:], lambda whole: [whole[:8], whole[8:16]])
+    assert block.param_views(1, memory, lambda _: []) is first
     del first
-    second = block.places(2, memory[:], lambda whole: [whole[:16]])
-    assert block.places(2, memory, lambda _: []) is second
-    assert len(block.places(1, memory[:], lambda whole: [whole[:8]])) == 1, "made again"
+    second = block.param_views(2, memory[:], lambda whole: [whole[:16]])
+    assert block.param_views(2, memory, lambda _: []) is second
+    assert len(block.param_views(1, memory[:], lambda whole: [whole[:8]])) == 1, "made again"
     block.vacate(Work())
     block.claim(chunk.spec)
     assert statistics.blocks_replaced == 0, "every view is one of the block's own"
