@@ -609,7 +609,7 @@ def test_what_cannot_be_right_is_refused_by_name(ranks: Ranks) -> None:
             "shared by stages": "share_embeddings_and_output_weights=False",
             "fusion": "TransformerConfig.gradient_accumulation_fusion is on",
             "one tensor": "set moe_single_grouped_weight=False",
-            "quantiles": "take moe_router_enable_expert_bias",
+            "quantiles": "moe_router_enable_expert_bias",
             "own reduction": "set finalize_model_grads_func=None",
             "weights cut further": "set tensor_parallel_num_weight_shards and",
             "a derived config": "Provider.calculate_per_token_loss is on",
