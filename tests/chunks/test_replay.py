@@ -93,6 +93,19 @@ def test_a_part_of_several_is_never_inside_a_unit() -> None:
     assert units[1] is not None and units[1].params == (0,)
 
 
+def test_the_last_gradient_of_a_unit_lets_its_weights_go() -> None:
+    """Wherever in a chunk its parameters are; a frozen chunk has no gradients."""
+    parts = [part(), part(0, 1, 2, parent=0), part(3, parent=0)]
+    events = [*ran(0, ran(1), ran(2)), StepEvent(REACH, 2), StepEvent(ACCUMULATE, params=(3,)), StepEvent(REACH, 1)]
+    events += [StepEvent(ACCUMULATE, params=(p,)) for p in (2, 1, 0)]
+    forward = ["acquire 0", "release 0", "acquire 1", "release 1"]
+    last = ["acquire 1", "release 1", "acquire (1)", "release (1)"]
+    first = ["acquire 0", "acquire (0)", "release 0", "release (0)"]
+    assert lines(parts, events, layout_of([0, 0, 0, 1])) == [*forward, *last, *first]
+    frozen = layout_of([0, 0, 0, 1], frozen=(0,))
+    assert lines(parts, events, frozen) == [*forward, *last, "acquire 0", "release 0"]
+
+
 def layers(*, hooked: bool) -> tuple[list[ModuleInfo], list[StepEvent]]:
     """Two layers of two parts in an encoder, beside an embedding; backward runs each again, with its hooks or not."""
     encoder, layer = part(parent=0), part(parent=2)
