@@ -6,7 +6,6 @@ from elixir_moe.planner.decoding import bytes_a_weight
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes_for, price, shortage, solve
-from elixir_moe.planner.tile_size import tile_bytes
 from elixir_moe.planner.trace import trace
 from elixir_moe.wrapping.checks import check_adapted_bytes
 from elixir_moe.wrapping.tiling import tile_for
@@ -26,7 +25,6 @@ __all__ = [
     "price",
     "shortage",
     "solve",
-    "tile_bytes",
     "tile_for",
     "trace",
 ]

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from elixir_moe.ext.hardware import Hardware
-from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost, tile_bytes
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost
 from elixir_moe.ext.plans import Plan, Tier, seconds_text, size_text
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
@@ -19,6 +19,7 @@ from elixir_tools.fit.figures import Figures, memory_lines, speed_lines
 from elixir_tools.fit.largest import Sizes, largest
 from elixir_tools.fit.search import searched
 from elixir_tools.fit.tasks import DTYPES, named, quantized_as, reserve_of, task_of
+from elixir_tools.fit.tile_size import tile_bytes
 from elixir_tools.models.lora import Lora
 from elixir_tools.models.presets import Planned
 from elixir_tools.names import LARGEST, UNQUANTIZED

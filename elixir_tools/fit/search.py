@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elixir_moe.errors import ConfigError, PlanError
-from elixir_moe.ext.planner import Packings, PlanCandidate, Task, solve, tile_bytes
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, solve
+from elixir_tools.fit.tile_size import tile_bytes
 
 _WORTH = 0.99
 """Part of a step's seconds below which tiles are worth their trouble."""

@@ -1,11 +1,11 @@
 """Whether to try tiles, and their size: they help where blocks of the rCache, not state, fill a device's memory.
 
-Owns the two rules. Never cuts a parameter: `wrapping.tiling` does, and a search with the tiles decides if they pay off.
+Owns the two rules. Never cuts a parameter: `em.tile` does, and a search with the tiles decides if they pay off.
 """
 
 import math
 
-from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes_for
+from elixir_moe.ext.planner import Packings, PlanCandidate, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
 """A tile is at most this fraction of a device, or one row: a step holds a few tiles and their gradients, and prefetches
