@@ -48,7 +48,7 @@ class Contender:
         return loss.detach()
 
     def close(self) -> None:
-        """Lets go of the process groups that building it has made. Collective."""
+        """Releases the process groups that building it has made. Collective."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.close()
 

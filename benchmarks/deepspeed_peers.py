@@ -34,7 +34,7 @@ class Engine(Contender):
         return loss.detach()
 
     def close(self) -> None:
-        """Lets go of its hooks and buffers."""
+        """Releases its hooks and buffers."""
         self.engine.destroy()
 
 

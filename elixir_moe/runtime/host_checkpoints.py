@@ -161,7 +161,7 @@ class HostCheckpoints:
         return coming.tensor
 
     def forget(self) -> None:
-        """Lets go of what is on the device; tensors in host memory stay."""
+        """Releases the tensors on the device; those in host memory stay."""
         self._leave()
         self._arrive()
         self._asks = None
@@ -184,7 +184,7 @@ class HostCheckpoints:
             self._coming[away] = _OnDevice(tensor, self._streams.marked(Work()))
 
     def _arrive(self, kept: _Region | None = None) -> None:
-        """Lets go of tensors that nobody has asked for, except those of a region."""
+        """Releases tensors that nobody has asked for, except those of a region."""
         for away in [away for away in self._coming if kept is None or away.region is not kept]:
             coming = self._coming.pop(away)
             self._streams.finish_keeping(coming.tensor, coming.copied)

@@ -85,7 +85,7 @@ class TrainerUnderTest(Protocol):
         """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
 
     def close(self) -> None:
-        """Lets go of what it holds beside the model."""
+        """Releases what it holds in addition to the model."""
 
 
 class Backend(Protocol):
