@@ -1,6 +1,6 @@
 """`wrap`: from a plain model and optimizer to sharded ones, in five stages.
 
-Owns the order of the stages, and that nothing of them is left if one fails. Each stage is a file in `wrapping`.
+Owns the order of the stages, and that what they allocate is freed if one fails. Each stage is a file in `wrapping`.
 """
 
 import gc

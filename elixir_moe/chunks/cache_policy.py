@@ -229,6 +229,7 @@ class CacheState:
         self._reserved: set[int] = set()
         """Gradients that have a block and were not asked for yet."""
         self._present = -1
+        """The last position up to which each `acquire` finds its chunks in blocks, or NEVER: all of them do."""
         self._sending = -1
         """The block that gradients left most recently; -1 if none."""
 

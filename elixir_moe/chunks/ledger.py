@@ -87,7 +87,7 @@ class Footprint:
 
 
 class Kind(StrEnum):
-    """The kinds of memory that a chunk needs. Up to `GRADIENTS` they add up over chunks; from `TURN` on, chunks share
+    """The kinds of memory that a chunk needs. Those of `_SUMMED` add up over chunks; for the others, chunks share
     buffers as large as the largest of them needs."""
 
     SHARD = "shard"
@@ -119,22 +119,22 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     """Yields the memory that one rank needs for a chunk in `tier`.
 
     A chunk has a second shard: a separate master, whose reduced gradient overwrites the values, or, where the values
-    are the master, memory for the reduced gradient. In memory, several fp32 gradients are summed there too. On disk
-    they are not: without a master in memory, the weights must not be overwritten.
+    are the master, memory for the reduced gradient, in which several fp32 gradients are summed, too. A chunk on disk
+    has no second shard in memory, only an fp32 sum where a step has several backwards.
     """
     trainable, numel, values = chunk.key.trainable, chunk.shard_numel, values_bytes(chunk)
-    whole = reads_disk(chunk, tier, values_on_disk=values_on_disk)
+    from_disk = reads_disk(chunk, tier, values_on_disk=values_on_disk)
     residence = chunk.residence_at(on_device=tier is Tier.DEVICE)
-    if not whole:
+    if not from_disk:
         memory = second_bytes(chunk) + moments * chunk.key.precision.moment_bytes(numel)
         yield Kind.SHARD, tier.of_compute, values + (memory if trainable and tier is not Tier.DISK else 0)
-    if trainable and not whole and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
+    if trainable and not from_disk and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
         yield Kind.SUMS, tier.of_compute, 4 * numel
     if trainable and tier is Tier.DISK:
         arrays = arrays_on_disk(chunk, moments, values_on_disk=values_on_disk)
         yield Kind.SHARD, Tier.DISK, spilled_bytes(numel, arrays)
         yield Kind.UPDATED, Tier.HOST, record_bytes(min(numel, spill_slice_numel()), arrays)
-    if whole:
+    if from_disk:
         yield Kind.SHARD, Tier.DISK, paged_bytes(values)
         yield Kind.READ, Tier.HOST, values
     if trainable and tier is not Tier.DEVICE:

@@ -12,7 +12,8 @@ and `chunks.replay` what a step will do, both by way of `chunks.calls`, so that 
     recompute  a checkpointed region enters a unit again        acquires the unit until backward has passed it
     (its end)  the region leaves a unit that saves no weights   releases it, until backward reaches it
     unpack     an operator wants weights that it has saved      acquires their chunk until the next operator
-    accumulate a gradient is complete                           releases units that nothing reads, reduces the chunk
+    accumulate a gradient is complete                           releases units that nothing reads, takes the gradient,
+                                                                reduces chunks that are complete and next in order
     end        backward is over                                 releases everything, reduces the rest
 
 Passing. Every entry and exit in forward gets the next number. Autograd runs nodes in the reverse order of their

@@ -15,7 +15,7 @@ from elixir_moe.memory.host_sums import HostSums
 
 
 class SumInMemory:
-    """An fp32 sum in memory. A chunk whose values are its master has it for good, another one from its first use on."""
+    """An fp32 sum in memory. An fp32 chunk has it for good, another one from its first use on."""
 
     on_disk = False
     """Whether an update gets the gradient along with master and moments."""

@@ -39,8 +39,10 @@ class Contents(Enum):
 
     from         place taken   gradient added    values wanted     cleared   updated
     VALUES       STALE         SUM, or STALE     -                 -         -
-    STALE        -             GRADIENT          VALUES            -         VALUES
-    GRADIENT     refused       STALE_SUM         STALE_SUM         STALE     VALUES
+    STALE        -             GRADIENT, or      VALUES            -         VALUES
+                               STALE_SUM
+    GRADIENT     refused       STALE_SUM         SUM, by way of    STALE     VALUES
+                                                 STALE_SUM
     SUM          refused       -                 -                 VALUES    VALUES
     STALE_SUM    refused       -                 SUM               STALE     VALUES
 
@@ -50,7 +52,7 @@ class Contents(Enum):
     """
 
     VALUES = "values"
-    """The values, which a gather sends; no gradient."""
+    """The values, which a gather sends; no gradient. While an update runs, the gate keeps readers out."""
     STALE = "stale"
     """Neither values nor a gradient; a gather needs the values cast from the master first."""
     GRADIENT = "gradient"
@@ -372,7 +374,7 @@ class ShardState:
         self._gate.withdraw_update()
 
     def updated(self) -> None:
-        """Called when an update has written master and values: drops the gradient."""
+        """Drops the gradient: an update has written master and values, or is registered in the gate."""
         self._gate.leave_sum()
         self._become(VALUES)
 

@@ -100,8 +100,8 @@ class Slab:
 def host_zeros(numel: int, dtype: torch.dtype, threads: int, *, shown: bool = True) -> torch.Tensor:
     """Zeros in host memory, touched first by many threads.
 
-    Forked processes do not have what no parameter has `shown`: while the workers of a DataLoader live, the system would
-    keep a second copy of each page that an update writes.
+    Unless parameters are views of it (`shown`), forked processes do not inherit the memory: while the workers of a
+    DataLoader live, the system would keep a second copy of each page that an update writes.
     """
     if shown or not numel:
         memory = torch.empty(numel, dtype=dtype, device="cpu")

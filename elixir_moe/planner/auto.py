@@ -1,7 +1,7 @@
 """`Plan.auto`: the best plan for a model on the present ranks.
 
 Owns the memory available to the plan, the search on one rank for all ranks that hold the model, and the `Forecast` that
-they all get. Only one rank traces and searches, so rounding cannot give ranks different plans. Never wraps the model.
+they all get. One rank searches, by its own trace, so rounding cannot give ranks different plans. Never wraps the model.
 """
 
 import socket

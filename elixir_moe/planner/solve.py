@@ -1,8 +1,8 @@
 """Searches for the fastest plan: chunk length, blocks of the rCache, and the tier of every chunk.
 
 Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
-policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure: never traces or prices a step, which
-`trace` and `cost` do.
+policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure: `trace` makes the
+step, and `cost` has the formulas that `price` adds up.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 

@@ -449,7 +449,7 @@ class Hooks:
         self._phase.recover()
 
     def updated(self) -> None:
-        """Called when the optimizer has written new values: drops gathered weights and starts a new step."""
+        """Called when the optimizer has written new values, or begun to: drops gathered weights, starts a step."""
         self.abandon()
         self._scheduler.updated()
         if self.machine.round_is_open:

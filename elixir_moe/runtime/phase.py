@@ -94,9 +94,9 @@ class Phase:
 
     def __init__(self) -> None:
         self.early: dict[int, Any] = {}
-        """Chunks reduced in a backward in which updates may begin: until the step ends, weights are old or new.
+        """{chunk reduced in a backward in which updates may begin: the update that `optim.early` has begun, or None}.
 
-        With what `optim.early` keeps of an update that was given to its thread, or None."""
+        Until the step ends, their weights are old or new."""
         self.blocks: list[list[str]] = []
         """Names of parameters of each open `em.unsharded` block outside of a forward, outermost first."""
         self.first = True
@@ -176,7 +176,7 @@ class Phase:
         self.move(UPDATING, _HALFWAY.format(who))
 
     def written(self, steps: int) -> None:
-        """Called when all weights are those after this number of steps."""
+        """Called when all weights are those after this number of steps, or running updates will make them so."""
         self.early.clear()
         self.place = steps, 0
         self.move(READY)

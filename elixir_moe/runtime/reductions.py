@@ -3,9 +3,11 @@
 Owns the reductions in flight and every change of `Gradients`. Knows nothing of modules and autograd (`hooks`) or of
 updates (`optim`).
 
-    gradient  ->  cache.acquire  ->  copied to a block  ->  reduce  ->  cache.release  ->  shard
+    gradient  ->  cache.acquire  ->  copied to a block  ->  reduce  ->  shard
 
-`reduction_order` gives the order of reductions, which is the same on all ranks. An update waits for them.
+On NCCL the shard gets the gradient when the reduction is issued, on gloo when it is waited for. The block is released
+when the reduction is issued, and filled again when it has ended. The step machine keeps the order, on which all ranks
+agree once a backward (`reduction_order`). An update waits for all reductions.
 """
 
 from collections import deque
@@ -307,7 +309,10 @@ class Reductions:
             raise
 
     def drain(self) -> None:
-        """Waits until every gradient is in its shard; the host waits too if a shard is outside the device tier."""
+        """Waits until every gradient is in its shard and every fetch has left it.
+
+        The host waits too if a shard is outside the device tier.
+        """
         self._leave_in_flight(0)
         for gradients in self._gradients:
             self.add_waiting(gradients.chunk.spec.index)

@@ -92,7 +92,7 @@ class Scheduler:
         self.gathers.rewind()
 
     def updated(self) -> None:
-        """Called when the optimizer has written new values: drops gathered weights, which are stale."""
+        """Called when the optimizer has written new values, or begun to: drops gathered weights, which are stale."""
         self.reductions.drain()
         self.gathers.drop()
         for chunk in self.chunks:

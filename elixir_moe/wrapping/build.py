@@ -101,7 +101,7 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
 
 
 def _staging(request: Request, allocated: Allocated) -> torch.Tensor | None:
-    """The buffer in which reductions over NCCL are summed in another dtype, if any are."""
+    """The staging buffer of reductions, if any needs one."""
     nbytes = allocated.footprint.staging_bytes
     if not nbytes:
         return None

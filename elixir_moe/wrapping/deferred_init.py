@@ -1,6 +1,6 @@
 """A model built without its weights: `sharded_init` records how each tensor is computed, `drawn` computes it later.
 
-Owns the record and its repetition. Knows nothing of shards: `filling` asks for one parameter after another.
+Owns the record and its repetition. Knows nothing of shards: `materialize` asks for one parameter after another.
 
 Under `sharded_init` a new tensor has a storage on meta, which carries a `Record`: the operators that wrote to it, in
 order, each with the state of the random generator before it. Whatever draws random numbers also draws them at once,

@@ -1,6 +1,6 @@
 """Frozen chunks that lie once in the memory of a host: which they are, and the memory they lie in.
 
-Owns the agreement of ranks on it. Copies no weight: each rank fills its own part (`filling`). Chunks of one process
+Owns the agreement of ranks on it. Copies no weight: each rank fills its own part (`materialize`). Chunks of one process
 group lie one behind the other in one mapping, which the group's first rank makes. All its ranks share it, or none.
 """
 

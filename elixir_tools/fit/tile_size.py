@@ -8,8 +8,8 @@ import math
 from elixir_moe.ext.planner import Packings, PlanCandidate, Task, device_bytes_for
 
 _TILES_IN_DEVICE = 64
-"""A tile is at most this fraction of a device, or one row: a step holds a few tiles and their gradients, and prefetches
-more."""
+"""A tile is at most one part in so many of a device, or one row: a step holds a few tiles and their gradients, and
+prefetches more."""
 _BLOCKS_IN_DEVICE = 0.25
 """Fraction of a device above which blocks leave too little memory for state."""
 _FREED = 8
