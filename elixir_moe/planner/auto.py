@@ -30,7 +30,7 @@ from elixir_moe.runtime.units import Parts, traced_forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SearchRequest:
     """The user's request, with the facts that `wrap` adds to it."""
 
     wanted: AutoPlan
@@ -70,7 +70,7 @@ class Forecast:
     hardware: Hardware
 
 
-def forecast(model: nn.Module, request: Request) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
+def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
     """Finds the plan. Collective over the world.
 
     Returns:
@@ -158,7 +158,7 @@ def events_of(
     return found
 
 
-def _task(model: nn.Module, request: Request, hardware: Hardware, memory: MemoryBudget) -> Task:
+def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: MemoryBudget) -> Task:
     world = dist.get_world_size()
     hardware.links(world)
     profile = trace(

@@ -245,7 +245,7 @@ class Reductions:
             with unrecorded():
                 self._add_reduced(gradients, reduced, squares)
                 if self._reduced_early is not None and chunk.spec.index in self._phase.early:
-                    self._reduced_early(chunk, self._streams.issued())
+                    self._reduced_early(chunk, self._streams.until_issued_ends())
             self._statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec

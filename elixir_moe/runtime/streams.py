@@ -132,8 +132,8 @@ class Streams:
             work.mark(torch.cuda.current_stream(self._device))
         return work
 
-    def issued(self) -> Callable[[], None]:
-        """A function that blocks a thread until everything issued to the current stream so far has ended."""
+    def until_issued_ends(self) -> Callable[[], None]:
+        """Returns a function that blocks a thread until everything issued to the current stream so far has ended."""
         if self._fetch is None:
             return _at_once
         event = torch.cuda.Event(blocking=True)

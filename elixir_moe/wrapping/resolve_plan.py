@@ -119,8 +119,7 @@ def _communicators(request: Request) -> Mapping[tuple[int, ...], Communicator]:
 
 def _search(request: Request, wanted: AutoPlan, *, moments: int, over_gloo: bool) -> "Prediction":
     """The fastest plan that fits, and what its step is to cost. Collective."""
-    from elixir_moe.planner.auto import Request as SearchRequest
-    from elixir_moe.planner.auto import forecast
+    from elixir_moe.planner.auto import SearchRequest, forecast
     from elixir_moe.planner.prediction import Prediction
 
     facts = SearchRequest(

@@ -73,11 +73,11 @@ def least_budget(model: nn.Module, step: Any, sample: Any) -> int:
 
 
 def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
-    from elixir_moe.planner.auto import Request, forecast
+    from elixir_moe.planner.auto import SearchRequest, forecast
 
     return forecast(
         model,
-        Request(
+        SearchRequest(
             wanted=em.Plan.auto(step, sample, hardware=MACHINE, budget=budget),
             device=torch.device("cpu"),
             compute_dtype=None,
