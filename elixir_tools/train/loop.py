@@ -281,6 +281,7 @@ class Loop:
         )
         self.report.finish(summary, sample, weights)
         self._status("done")
+        self.report.end(summary)
         return summary
 
     def rescue(self, scarcity: Scarcity, store: Any) -> TrainConfig:

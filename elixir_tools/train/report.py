@@ -119,15 +119,18 @@ class Report(RunFiles):
         super().go_back(step)
         self._train_losses, self._val_losses = losses_of(self.kept)
 
+    def end(self, summary: Summary) -> None:
+        """Writes the summary, the last file of a run: with it, the same command has nothing left to do."""
+        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
+
     def finish(self, summary: Summary, sample: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes the results of a finished run."""
+        """Writes the results of a finished run, except for `end`."""
         from elixir_tools.report.picture import draw_losses  # matplotlib takes a second to load; only this rank draws
 
         self._progress.stop()
         self.write("sample.txt", sample)
         if weights:
             self._write_weights(weights)
-        self.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
         title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
         if self._train_losses:  # none where a checkpoint from elsewhere has all steps
             draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
