@@ -14,8 +14,8 @@
 //     p = p + (-lr / (1 - beta1^step) * m) / d
 //
 // Scalars are computed in double and rounded once. Compared with adam.hpp this saves one of three operations that wait
-// for the divider. Values stored in fewer bits are rounded stochastically: random bits are added below the last bit that
-// is kept, and the rest is truncated. So an update smaller than half a step is not lost, and the expected value is
+// for the divider. Values stored in fewer bits are rounded stochastically: random bits are added below the last bit
+// that is kept, and the rest is truncated. So an update smaller than half a step is not lost, and the expected value is
 // exact.
 //
 //     bfloat16   16 random bits

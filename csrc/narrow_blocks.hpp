@@ -6,14 +6,15 @@
 // where that is below) and the largest of the halves. Everything here is in an unnamed namespace for the same reason.
 //
 // With 10 bytes per element (bf16 weight and gradient, codes) instead of 28, the kernel is bound by arithmetic and no
-// longer by memory. So values of 16 bits or fewer are processed in registers of halves, twice as many per instruction. A
-// bf16 number is widened by appending zeros, and codes are bf16 numbers. Widening and packing stay within parts of 128
-// bits, where they take one instruction each: `low` and `high` are the first and the second four halves of each such
-// part, and `pack` undoes it. Only values with 32 bits in memory are put into this order (`load`) and back (`store`).
+// longer by memory. So values of 16 bits or fewer are processed in registers of halves, twice as many per instruction.
+// A bf16 number is widened by appending zeros, and codes are bf16 numbers. Widening and packing stay within parts of
+// 128 bits, where they take one instruction each: `low` and `high` are the first and the second four halves of each
+// such part, and `pack` undoes it. Only values with 32 bits in memory are put into this order (`load`) and back
+// (`store`).
 //
 // Codes take two passes over a block of 256 elements, since its largest element is known only after the first, whose
-// results stay in the nearest cache. Blocks are always whole: the last one of a shard is padded with zeros, which do not
-// change its codes.
+// results stay in the nearest cache. Blocks are always whole: the last one of a shard is padded with zeros, which do
+// not change its codes.
 #pragma once
 
 #include <limits>
