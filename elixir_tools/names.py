@@ -1,6 +1,6 @@
 """Names that settings and arguments of the programs choose among.
 
-Owns the names alone, without torch, so that help is quick. What a name stands for is said where it is used.
+Owns only the names, without torch, so that help is quick. The meaning of a name is where it is used.
 """
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -27,6 +27,6 @@ OPTIMIZERS = {
 }
 """{optimizer: fp32 values that it keeps per element}, as `optim.accepted.moments_of` counts them."""
 UNQUANTIZED = "none"
-"""What `--quantize` is given for weights in full, however the checkpoint is shipped."""
+"""The value of `--quantize` for weights in full, however the checkpoint is shipped."""
 LARGEST = {"model": ("layers", 512), "batch": ("sequences", 2**16), "seq": ("tokens", 2**20)}
 """{what is searched: (unit, largest size tried)}."""

@@ -121,7 +121,7 @@ class _OnceLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:
-            text = f"{str(node.value)[:80]!r} is no {node.tag.rpartition(':')[2]}"
+            text = f"{str(node.value)[:80]!r} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

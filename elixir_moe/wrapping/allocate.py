@@ -37,12 +37,12 @@ from elixir_moe.wrapping.weight_transfer import WeightTransfer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocated:
-    """What a wrapped model has on this rank before any weight is in its shard."""
+    """The parts of a wrapped model on this rank, before any weight is in its shard."""
 
     footprint: Footprint
     """The bytes that the plan allows."""
     files: tuple[DiskFile, ...]
-    """Those of the chunks on disk."""
+    """The files of the chunks on disk."""
     communicators: Mapping[tuple[int, ...], Communicator]
     """By the ranks of their process group."""
     groups: ControlGroups

@@ -1,6 +1,6 @@
 """Checks of arguments and models before `wrap` starts any work.
 
-Owns the messages. Checks this rank alone; comparisons between ranks, and of memory, are in `agreement`.
+Owns the messages. Checks only this rank; comparisons between ranks, and of memory, are in `agreement`.
 """
 
 import os
@@ -112,13 +112,13 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_one_memory(plan: Plan, layout: Layout, device: torch.device) -> None:
-    """Warns of chunks at home in host memory where that is the GPU's memory."""
+    """Warns of chunks that are kept in host memory where that is the GPU's memory."""
     if not is_one_memory(device):
         return
     offloaded = sum(plan.tier_of(layout, chunk) is Tier.HOST for chunk in layout.chunks)
     if offloaded:
         warnings.warn(
-            f"this GPU and its host have one memory: {offloaded} of {len(layout.chunks)} chunks at home in host memory "
+            f"this GPU and its host have one memory: {offloaded} of {len(layout.chunks)} chunks kept in host memory "
             "free nothing on the device, and are copied within that memory to be used; keep them on the device "
             "(em.Plan.zero3()), or let em.Plan.auto(..., disk=...) put on a disk what does not fit",
             stacklevel=3,
@@ -189,8 +189,8 @@ def _check_begun(model: nn.Module) -> None:
             if (kind := kinds.get(adapter)) is not None:
                 raise ConfigError(
                     f"adapter {adapter!r} is of {kind}, which begins with what peft computes from the weight, and "
-                    f"{name!r} was packed as {packed.scheme} before: build the model anew, and add the adapters before "
-                    f"em.quantize"
+                    f"{name!r} was packed as {packed.scheme} before: build the model again, and add the adapters "
+                    f"before em.quantize"
                 )
 
 
@@ -201,7 +201,7 @@ def check_adapted_bytes(model: nn.Module) -> None:
         if reading is not None and (packed := packed_in(module.get_base_layer())):  # type: ignore[operator]
             raise ConfigError(
                 f"{name!r} has {reading}, which read the base's weight, and it is packed as "
-                f"{next(iter(packed.values())).scheme}: take LoRA, or quantize other layers alone "
+                f"{next(iter(packed.values())).scheme}: take LoRA, or quantize only other layers "
                 f"(em.quantize(..., skip=...))"
             )
         own = adapted_parameter(module)
@@ -244,7 +244,7 @@ def _check_adapters(model: nn.Module, on_meta: Mapping[str, torch.Tensor]) -> No
     for name, tensor in of_adapters.items():
         if record_of(tensor) is None:
             raise LayoutError(
-                f"{name!r} belongs to an adapter and is on the meta device, and the folder has the base alone: build "
+                f"{name!r} belongs to an adapter and is on the meta device, and the folder has only the base: build "
                 f"the peft model inside em.sharded_init()"
             )
     instead = "load the base with from_pretrained before peft, and leave weights out"

@@ -72,7 +72,7 @@ class _Place:
     """The storage has the conjugate of the values, as that of ``x.conj()`` has."""
 
     def on(self, storages: dict[Record, Tensor]) -> Tensor:
-        """The same tensor with data; a storage of which nothing is known yet holds zeros."""
+        """Returns the tensor with data; a storage of which nothing is known yet holds zeros."""
         if self.record not in storages:
             nbytes = self.record.nbytes
             storages[self.record] = torch.zeros(nbytes, dtype=torch.uint8, device=self.record.device)
@@ -135,7 +135,7 @@ def record_of(tensor: Tensor) -> Record | None:
 
 @torch.no_grad()
 def drawn(tensor: Tensor, kept: dict[Record, Tensor] | None = None) -> Tensor:
-    """A tensor of `sharded_init` with its data, computed anew by each call; another tensor as it is.
+    """A tensor of `sharded_init` with its data, computed by each call; another tensor as it is.
 
     Holds the tensor and what its own initializer makes on the way; no generator changes. Tensors that were in one
     storage are in one again if `kept` is the same for them: it has the storages that are drawn.
@@ -284,7 +284,7 @@ class _Answers(TorchFunctionMode):
             self.explicit = before
 
     def _like(self, tensor: Tensor, data: Tensor) -> Tensor:
-        """What ``tensor.data = data`` sets: `data` recorded, or drawn, if it is not of the kind of `tensor`."""
+        """Returns what ``tensor.data = data`` sets: `data` recorded, or drawn, if it is not of the kind of `tensor`."""
         if record_of(tensor) is None or record_of(data) is not None:
             return data if record_of(tensor) is not None else drawn(data)
         if torch.device(data.device.type, data.device.index or 0) != self._device:
@@ -415,7 +415,7 @@ class _Recorder(TorchDispatchMode):
         return record
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
-        """Draws for real, for the sake of the generator alone; returns the generator and its state before."""
+        """Draws for real, only for the sake of the generator; returns the generator and its state before."""
         generator = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None)
         if generator is None:
             generator = _default_generator(self._device)

@@ -91,7 +91,7 @@ def check_spreadable(model: nn.Module, ep: int) -> list[nn.Module]:
 def _refusal(module: Any, ep: int, users: Mapping[nn.Parameter, int], adapted: str | None) -> str | None:
     """Why the experts of a module cannot be spread; None if they can.
 
-    `users` counts the names of each parameter in the model. `adapted` is a parameter with adapters that is no stack.
+    `users` counts the names of each parameter in the model. `adapted` is a parameter with adapters that is not a stack.
     """
     if module.num_experts % ep:
         degrees = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
@@ -112,7 +112,7 @@ def _refusal(module: Any, ep: int, users: Mapping[nn.Parameter, int], adapted: s
     ]:
         return f"has {heard[0]!r} with hooks or a gradient, which a part of it would lose"
     if adapted is not None:
-        return f"has adapters on {adapted!r}, which cannot be cut: adapt its weights ({', '.join(STACKS)}) alone"
+        return f"has adapters on {adapted!r}, which cannot be cut: adapt only its weights ({', '.join(STACKS)})"
     if lost := [name for name, p in stacks if record_of(p) is not None and record_of(p.detach()[:1].clone()) is None]:
         return f"has {lost[0]!r}, which em.wrap draws: call em.spread_experts inside em.sharded_init()"
     return None

@@ -65,7 +65,7 @@ def materialize(
 
 
 def _runs(slots: Iterable[Slot], most: int) -> Iterator[list[Slot]]:
-    """Consecutive slots of at most `most` elements together; a longer one is alone."""
+    """Consecutive slots of at most `most` elements together; a longer one by itself."""
     run: list[Slot] = []
     for slot in slots:
         if run and slot.stop - run[0].start > most:

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What is packed, and how."""
+    """The plan with all its numbers, and the model that it packs."""
 
     plan: Plan
     """The plan with every number resolved."""
@@ -52,7 +52,7 @@ class Resolved:
     async_sums: bool
     """Whether gradients are summed in host memory while backward runs."""
     communicators: Mapping[tuple[int, ...], Communicator]
-    """Those that were made before the search, since their memory is not free for the plan; else empty."""
+    """The ones that were made before the search, since their memory is not free for the plan; else empty."""
     prediction: "Prediction | None"
     """The predicted cost of a step; None for a plan without a search."""
 

@@ -24,7 +24,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class OneHome:
-    """What this rank shares with others of its host."""
+    """The chunks that this rank shares with others of its host."""
 
     memory: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """{chunk: (numel,) in its compute dtype} of the chunks that are shared."""
@@ -74,7 +74,7 @@ def one_home(plan: Plan, layout: Layout, device: torch.device) -> OneHome:
 
 
 def _host() -> str:
-    """The same for all processes of one running system."""
+    """Returns a string that is equal in all processes of one running system."""
     return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
@@ -83,7 +83,7 @@ _Offer = tuple[int, int, bytes, int]
 
 
 def _offers(wanted: Mapping[Ranks, int], files: dict[Ranks, SharedFile]) -> dict[Ranks, _Offer | str]:
-    """What this rank has made as the first of its process groups, or why it could not."""
+    """The memory that this rank has made as the first of its process groups, or why it could not."""
     offers: dict[Ranks, _Offer | str] = {}
     for ranks, nbytes in wanted.items():
         if ranks[0] == dist.get_rank():

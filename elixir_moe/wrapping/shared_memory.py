@@ -1,7 +1,7 @@
 """Tensors that share memory with a parameter: `wrap` would move the parameter away from them.
 
 Owns the search for overlapping bytes and the messages. Reads addresses and shapes, never data. One parameter with
-several names is no finding: it is tied, and stays so.
+several names is not a finding: it is tied, and stays so.
 """
 
 from collections import deque
@@ -32,15 +32,15 @@ class _Extent:
     name: str
     is_parameter: bool
     memory: object
-    """What its addresses belong to: a device, or one storage on meta."""
+    """The owner of its addresses: a device, or one storage on meta."""
     start: int
     stop: int
     place: "np.ndarray[Any, Any]"
-    """An array at the tensor's addresses, for comparison alone: it must not be read."""
+    """An array at the tensor's addresses, only for comparison: it must not be read."""
 
 
 class _Array:
-    """What numpy takes for memory."""
+    """The interface by which numpy reads memory."""
 
     def __init__(self, tensor: Tensor, start: int) -> None:
         self.__array_interface__ = {
@@ -151,7 +151,7 @@ def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """What a container or a plain record holds, with its place there."""
+    """Yields what a container or a plain record holds, with its place there."""
     if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
     if isinstance(value, dict):

@@ -43,7 +43,7 @@ from elixir_moe.parallel.tiles import Tile, child_name, mark, tile_of
 from elixir_moe.quantized.decoders import FP8_BLOCK
 
 _TILES_IN_ROOM = 16
-"""Tiles that fit in device memory beside each other: a few are gathered, and activations take the rest."""
+"""Tiles that fit in device memory together: a few are gathered, and activations take the rest."""
 
 
 def tile_for(model: nn.Module, nbytes: int, itemsize: int) -> None:
@@ -65,14 +65,14 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
     Args:
         model: a model that is not wrapped; parameters may be on meta.
-        at_most: bytes of the largest parameter, in its present dtype, or a text such as "2 GiB".
+        at_most: bytes of the largest parameter, in its present dtype, or a string such as "2 GiB".
 
     Raises:
-        ConfigError: a row alone is larger than `at_most`; a large parameter belongs to another kind of module, or is
+        ConfigError: one row is larger than `at_most`; a large parameter belongs to another kind of module, or is
             shared by modules that cannot have the same tiles; something expects the whole module or parameter (a hook
             of a parameter or of state dicts, a buffer, a module inside, a forward of the instance, a gradient);
             `at_most` is less than 1 byte.
-        PlanError: `at_most` is no size.
+        PlanError: `at_most` is not a size.
         UsageError: the model is wrapped.
     """
     if getattr(model, "_elixir", None) is not None:
@@ -87,7 +87,7 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
 
 
 def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """As `tile`; returns the tiles of each parameter that has some."""
+    """Does the work of `tile`; returns the tiles of each parameter that has some."""
     run_adapters_unmerged(model)
     bounds = _bounds(model, most)
     for module in filter(is_fused_experts, bounds):
@@ -108,7 +108,7 @@ def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]
 def tile_to_fit(
     model: nn.Module, optimizer: torch.optim.Optimizer, room: int, compute_dtype: torch.dtype | None
 ) -> None:
-    """Tiles the model if a parameter and its gradient alone would need more than `room` bytes of a device.
+    """Tiles the model if a single parameter and its gradient would need more than `room` bytes of a device.
 
     The tiles take their parameters' places in the optimizer. What cannot be tiled stays as it is.
     """

@@ -42,7 +42,7 @@ def parser_of(settings_help: str | None) -> Parser:
     train_parser = verbs.add_parser(
         "train",
         help="train a GPT or PR-MoE from random weights",
-        description="Trains a GPT of dense and mixture-of-experts layers on a text. To fine-tune a "
+        description="Trains a GPT of dense and mixture-of-experts layers on a text file. To fine-tune a "
         "Hugging Face model, use sft, dpo, kto, reward or grpo.",
         epilog=settings_help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,7 +86,7 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     report_parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
     bench_parser = verbs.add_parser(
-        "bench", help="step times beside the peers', in a checkout of the project", allow_abbrev=False, add_help=False
+        "bench", help="step times next to the peers', in a checkout of the project", allow_abbrev=False, add_help=False
     )
     export_parser = verbs.add_parser(
         "export",
@@ -133,7 +133,7 @@ def add_common(verb: argparse.ArgumentParser) -> None:
 
 
 def first_sign(known: argparse.Namespace) -> str:
-    """What `plan` says before it loads anything."""
+    """Prints what `plan` says before it loads anything."""
     asked = "looks for" if known.largest else "finds out whether"
     what = f"the largest {known.largest} of {known.model}" if known.largest else f"{known.model} fits"
     return f"elixir-moe plan {asked} {what} on {known.gpus} x {known.gpu or known.hardware}; loads PyTorch first ..."
@@ -234,7 +234,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
-    verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 beside the plan")
+    verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 next to the plan")
     verb.add_argument(
         "--largest", choices=LARGEST, help="instead of a plan: the deepest model, batch or sequence that fits"
     )
@@ -276,7 +276,9 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
         "--plan", default="zero3", metavar="PLAN", help=f"{', '.join(PLANS)}, or a plan in JSON or its file"
     )
     verb.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine's CPU")
-    verb.add_argument("--resume-ranks", type=int, metavar="N", help="processes that load and go on; by default as many")
+    verb.add_argument(
+        "--resume-ranks", type=int, metavar="N", help="processes that load and continue; by default as many"
+    )
     verb.add_argument("--steps", type=int, default=3, metavar="N", help="before the save, and again after the load")
     verb.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a micro-batch, all ranks together")
     verb.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a row")

@@ -1,6 +1,6 @@
 """The command `bench`: the benchmarks of a checkout.
 
-Owns their start alone: they are not part of the package because they need its peers.
+Owns only their start: they are not part of the package because they need its peers.
 """
 
 import argparse

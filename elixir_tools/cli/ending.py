@@ -1,4 +1,4 @@
-"""What a command says when it fails, and how its process ends. Which rank this process is, and of how many.
+"""The messages of a command that fails, and the end of its process. Which rank this process is, and of how many.
 
 Owns both for the verbs. Starts nothing.
 """

@@ -25,7 +25,7 @@ def run(known: argparse.Namespace) -> int:
     alike = f"differ by at most {found.difference:.2g}, which is rounding" if found.difference else "are equal"
     print(
         f"Wrote {found.out}: {found.what} of {found.source}, on the base {found.base}.\n"
-        f"Check passed, by transformers and peft alone: its logits and those of base and adapters {alike} "
+        f"Check passed, by transformers and peft themselves: its logits and those of base and adapters {alike} "
         f"(largest {found.largest:.3g}; the adapters change them by up to {found.change:.3g})."
     )
     return 0

@@ -61,7 +61,7 @@ _AXIS = {"model": "parameters (billions)", "batch": "sequences of a GPU", "seq":
 
 
 def _kept(known: argparse.Namespace) -> str:
-    """What does not change."""
+    """The sizes that do not change."""
     return {
         "model": f"layers added or removed at its width, batch {known.batch}, {known.seq} tokens",
         "batch": f"sequences of {known.seq} tokens",

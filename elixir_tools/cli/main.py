@@ -1,6 +1,6 @@
 """The command line: `elixir-moe VERB ...`, also `python -m elixir_moe VERB ...`.
 
-Owns the way from words to a verb, and the exit codes. `arguments` has the words; a verb is the file of its name beside
+Owns the way from words to a verb, and the exit codes. `arguments` has the words; a verb is the file of its name next to
 this one, whose `run` takes the arguments. It is imported when it is asked for, and torch with it, so that help and
 mistakes are answered at once. Exit codes:
 

@@ -172,7 +172,7 @@ def _machine(known: argparse.Namespace) -> Hardware:
 
 
 def _speed(text: str) -> float:
-    """1e9 bytes a second from a text such as ``6 GB/s``."""
+    """1e9 bytes a second from a string such as ``6 GB/s``."""
     amount, slash, second = text.partition("/")
     nbytes = machine_bytes("--disk-speed", amount) if slash and second.strip() == "s" else None
     if not nbytes:

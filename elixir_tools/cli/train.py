@@ -79,7 +79,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _purpose(config: "TrainConfig", ranks: int) -> str:
-    """What the command does, in one line."""
+    """Returns what the command does, in one line."""
     device = "GPU" if torch.cuda.is_available() else "CPU rank"
     return (
         f"Trains a GPT from random weights: {config.run.steps} steps on {ranks} {device}{'s' * (ranks > 1)}. "
@@ -88,7 +88,7 @@ def _purpose(config: "TrainConfig", ranks: int) -> str:
 
 
 def _next(arguments: Sequence[str], config: "TrainConfig") -> str:
-    """What a user may do with a finished run."""
+    """Returns what a user may do with a finished run."""
     out, more = shlex.quote(config.run.out), ("--run.steps", str(2 * config.run.steps))
     return (
         f"\nNext:\n"
@@ -98,7 +98,7 @@ def _next(arguments: Sequence[str], config: "TrainConfig") -> str:
 
 
 def _command(arguments: Sequence[str], config: "TrainConfig", *more: str) -> str:
-    """The command that goes on with this run, with `more` settings."""
+    """The command that continues this run, with `more` settings."""
     if config.run.overwrite:  # it would begin again
         more = ("--run.overwrite", "false", *more)
     if launch.under_torchrun() and not launch.has_launcher():

@@ -89,7 +89,7 @@ Added: Any = dataclasses.make_dataclass(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """What a command was given."""
+    """The arguments of a command."""
 
     kind: str
     """A command of `names.TRAINERS`."""
@@ -107,7 +107,7 @@ class Arguments:
     ep: int
     """Ranks that share the experts of each layer."""
     watch: WatchConfig | None
-    """What is watched, and the reactions; None: nothing."""
+    """The rules of supervision and their reactions; None: no supervision."""
     profile_step: int | None
     """The step that is profiled; None: none."""
     tile: int | None

@@ -75,7 +75,7 @@ class Supervise(_Told):
 
     @property
     def keeps_weights(self) -> bool:
-        """As `StepCallback` says."""
+        """Implements `StepCallback`."""
         avoids = self.trainer.state.global_step + 1 in self._avoid
         return self._supervisor.keeps_weights or not self._saved or self._looks_at_scales or avoids
 
@@ -85,11 +85,11 @@ class Supervise(_Told):
         return every is not None and self.trainer.state.global_step % every == 0
 
     def to_save(self) -> dict[str, Any]:
-        """As `StepCallback` says."""
+        """Implements `StepCallback`."""
         return {"supervisor": self._supervisor.state(), "rate": self._rate, "avoid": sorted(self._avoid)}
 
     def restore(self, saved: Mapping[str, Any], *, back: bool) -> None:
-        """As `StepCallback` says."""
+        """Implements `StepCallback`."""
         before = saved.get("rate", 1.0)
         if "supervisor" in saved:
             self._supervisor.restore(saved["supervisor"])
@@ -207,11 +207,11 @@ class Requests(_Told):
         """The number of the signal that has ended the run, the same on all ranks; 0 for the file; None: nothing has."""
 
     def to_save(self) -> dict[str, Any]:
-        """As `StepCallback` says."""
+        """Implements `StepCallback`."""
         return {"factor": self._factor}
 
     def restore(self, saved: Mapping[str, Any], *, back: bool) -> None:
-        """As `StepCallback` says."""
+        """Implements `StepCallback`."""
         before = saved.get("factor", 1.0)
         if back:
             _scale_rate(self.trainer, self._factor / before)

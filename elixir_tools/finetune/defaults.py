@@ -1,4 +1,4 @@
-"""The step that `sft` runs and `plan` prices where nothing else is said.
+"""The step that `sft` runs and `plan` prices where nothing else is given.
 
 Owns one table, by TRL's names and ours. The values are TRL's own, so that a command for TRL means the same here, except
 adapters: they are on all linear layers and on fused experts, have no dropout, and a learning rate of their own. Needs

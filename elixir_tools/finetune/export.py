@@ -1,8 +1,8 @@
 """From a folder that a fine-tuning has written to one that other libraries read, which is read back and compared.
 
 Owns `elixir-moe export` beyond its arguments: adapters as peft stores them, and their base with the adapters in its
-weights. Runs in one process, on the CPU, by transformers and peft alone. Weights of the base stay on disk: a part of
-the model has its own in memory, in fp32, while it runs or is merged. The new folder appears when the comparison has
+weights. Runs in one process, on the CPU, by transformers and peft themselves. Weights of the base stay on disk: a part
+of the model has its own in memory, in fp32, while it runs or is merged. The new folder appears when the comparison has
 passed.
 """
 
@@ -38,7 +38,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROUNDING = 1e-4
 """Difference of logits, in parts of the largest one, that fp32 sums in another order may make."""
 _LEAST = 1e-5
-"""The same where adapters change less than that."""
+"""The bound where adapters change less than that."""
 _SHARE, _NARROW_SHARE = 0.02, 0.1
 """Difference of logits, in parts of what the adapters change, above which the adapters are not those of the folder; the
 second where merged weights are rounded to 16 bits."""
@@ -47,7 +47,7 @@ _ROWS, _TOKENS = 2, 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written, and how the comparison came out."""
+    """The files that were written, and the result of the comparison."""
 
     out: str
     """The folder."""
@@ -132,7 +132,7 @@ def _source_of(folder: Path) -> Path:
 
 
 def _config_of(folder: Path) -> Path | None:
-    """The settings of the adapters in a folder; those of a checkpoint may be beside it."""
+    """The settings of the adapters in a folder; those of a checkpoint may be next to it."""
     return next((path for path in (folder / _CONFIG, folder.parent / _CONFIG) if path.is_file()), None)
 
 
@@ -182,7 +182,7 @@ def _described(base: str) -> Any:
         raise
     except Exception as error:  # transformers has several types for it
         why = reason_of(error, base, "merge such a model by plain peft")
-        raise ConfigError(f"the base of the adapters, {base}, is no causal language model here: {why}") from error
+        raise ConfigError(f"the base of the adapters, {base}, is not a causal language model here: {why}") from error
 
 
 def _adapted(model: nn.Module, folder: Path) -> Any:
@@ -364,7 +364,7 @@ def _check(difference: float, scale: float, change: float, dtype: torch.dtype, w
 
 
 def _copy_tokenizer(folders: list[Path], out: Path) -> None:
-    """Puts the tokenizer of the first folder that has one beside the weights."""
+    """Puts the tokenizer of the first folder that has one next to the weights."""
     for folder in folders:
         if (folder / "tokenizer_config.json").is_file():
             transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(out)

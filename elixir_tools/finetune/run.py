@@ -56,11 +56,11 @@ from elixir_tools.watch.control import Signals
 
 _LOG = logging.getLogger(__name__)
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What a model's repository has for a training: its config, weights and tokenizer."""
+"""The parts of a model's repository for a training: its config, weights and tokenizer."""
 _TRUST = "read that code, and give --trust_remote_code true with a local folder of the model to run it"
 _DATA_FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}
-"""What TRL's script gives to the maker of this reward."""
+"""The arguments that TRL's script gives to the maker of this reward."""
 _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sft": (("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",)),
     "dpo": (("chosen", "rejected"),),
@@ -68,7 +68,7 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reward": (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
     "grpo": (("prompt",),),
 }
-"""{trainer: the columns that it can read, in one of these sets}; `sft` reads the column of a text, too."""
+"""{trainer: the columns that it can read, in one of these sets}; `sft` reads a column of text, too."""
 _PAIRS = ("dpo", "reward")
 """Trainers whose batches hold two texts for each row."""
 
@@ -300,7 +300,7 @@ def _refuse_columns(given: Arguments, split: str, columns: Sequence[str] | None)
     if columns is None or any({*names} <= {*columns} for names in readable):
         return
     expected = " or ".join(" and ".join(names) for names in readable)
-    change = "; --dataset_text_field names the column of a text" if given.kind == "sft" else ""
+    change = "; --dataset_text_field names the column of text" if given.kind == "sft" else ""
     raise ConfigError(
         f"the data set's split {split!r} has the columns {', '.join(columns) or 'none'}, and {given.kind} reads "
         f"{expected}{change}"
@@ -371,7 +371,7 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
         modules, config.target_parameters = peft_targets(model, targets, config.target_parameters or ())
         config.target_modules = modules if isinstance(modules, str) else set(modules)
     elif targets is not None and len(targets) == 1 and targets != {ALL_LINEAR} and all(map(_is_name, targets)):
-        config.target_modules = targets  # TRL makes a text of a single name, which would be a pattern for whole names
+        config.target_modules = targets  # TRL makes a string of a single name, which would be a pattern for whole names
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

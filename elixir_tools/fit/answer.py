@@ -1,4 +1,4 @@
-"""What `plan` says in words: whether the model fits, how fast it trains, how far it reaches, what would help.
+"""The answer of `plan` in words: whether the model fits, how fast it trains, how far it reaches, what would help.
 
 Owns the sentences and the further searches behind them. Decides nothing: `search` finds every plan.
 """
@@ -66,7 +66,7 @@ class Asked:
     reason: str
     """Why there is no plan."""
     packings: Packings
-    """Those of the search, for the question in other memory."""
+    """The layouts of the search, for the question in other memory."""
     tiles: str | None = None
     """The size of the tiles in which the model was cut; None if it was not."""
     untiled: str | None = None
@@ -80,7 +80,7 @@ class Answer:
     summary: tuple[str, ...]
     """Whether it fits, its memory and seconds and what to run, or what would make it fit. Lines of 80 columns."""
     further: tuple[str, ...]
-    """What takes further searches."""
+    """The parts of the answer that take further searches."""
     sentences: tuple[str, ...]
     """All, one line for each part of the answer."""
 
@@ -136,7 +136,7 @@ def way_of(known: argparse.Namespace) -> str:
 
 
 def assumed_lines(known: argparse.Namespace, hardware: Hardware) -> Iterator[str]:
-    """What the answer stands on that nobody has said."""
+    """Yields the assumptions of the answer that nobody has given."""
     assumed = hardware.of_origin("assumed")
     said = [f"{hardware.cpu_bytes / 2**30:,.0f} GiB of RAM (--ram)"] if "cpu_bytes" in assumed else []
     said += ["no disk (--disk-size)"] if hardware.disk_bytes is None else []

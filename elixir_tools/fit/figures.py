@@ -23,7 +23,7 @@ _TIERS = {Tier.DEVICE: "VRAM on each GPU", Tier.HOST: "RAM for each GPU", Tier.D
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a way to train needs on a machine."""
+    """The needs of a way to train on a machine."""
 
     task: Task
     exact: bool
@@ -31,15 +31,15 @@ class Figures:
     missing: Mapping[Tier, int]
     """Bytes that are missing for a GPU, by tier; empty if it fits."""
     device_bytes: int
-    """Of each GPU, activations included."""
+    """VRAM of each GPU, activations included."""
     host_bytes: int
-    """Of a host, for each GPU."""
+    """RAM of a host, for each GPU."""
     disk_bytes: int
     seconds: cost.Seconds
 
     @classmethod
     def of_choice(cls, choice: PlanCandidate) -> "Figures":
-        """Those of a plan that was searched."""
+        """Returns the figures of a plan that was searched."""
         task = choice.task
         device, host = task.held_bytes(choice.size)
         return cls(
@@ -54,7 +54,7 @@ class Figures:
 
     @classmethod
     def of_rough(cls, rough: Rough) -> "Figures":
-        """Those of formulas."""
+        """Returns the figures of formulas."""
         return cls(
             task=rough.task,
             exact=False,
@@ -97,7 +97,7 @@ class Figures:
 
     @property
     def lacks(self) -> str:
-        """What is missing, in words."""
+        """Returns what is missing, in words."""
         return " and ".join(f"{_gib(nbytes)} GiB of {_TIERS[tier]}" for tier, nbytes in self.missing.items())
 
     def as_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 
 def sheet(name: str) -> dict[str, Any]:
-    """What `gpus.json` has of a GPU.
+    """The record of a GPU in `gpus.json`.
 
     Raises:
         ConfigError: no GPU has that name; the nearest is suggested.
@@ -189,7 +189,7 @@ _MEANINGS = {
     "fitted": "parts, and nanoseconds: see docs/cost_model.md; keep these until steps are measured",
     "device_efficiency": "0 to 1: part of the peaks that kernels reach",
     "exposed_collectives": "0 to 1: part of gathers and reductions that compute does not hide",
-    "host_update_slowdown": "factor: an update in host memory within a step, over Adam alone",
+    "host_update_slowdown": "factor: an update in host memory within a step, over Adam by itself",
     "overhead_ns_per_parameter": "nanoseconds a step takes for each gathered parameter",
     "by_gpus": "rates of n GPUs of one node together, by n; numbers between are interpolated",
     "b_c2g": "1e9 bytes a second: host to device",

@@ -26,7 +26,7 @@ _HEAD_PASSES = 2
 _ATTENTION = 9
 """Operations of causal attention for each token, token of its row and element of a query: 2, 2 again, 5 backward."""
 _EAGER_ATTENTION = 16
-"""The same where scores are computed whole."""
+"""Operations where scores are computed whole."""
 _SCORE_BYTES, _SCORE_TRAFFIC = 5.2, 90
 """Bytes held, and read and written, of each score that is computed whole."""
 _WIDTH_TRAFFIC, _INNER_TRAFFIC, _VOCABULARY_TRAFFIC = 384, 50, 30
@@ -47,7 +47,7 @@ _TILED_IN_DEVICE = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What a step needs on any machine."""
+    """The needs of a step on any machine."""
 
     profile: Profile
     """Without parameters, parts and events."""
@@ -57,7 +57,7 @@ class Step:
     values_bytes: int
     """Bytes of all weights as a step reads them."""
     layer_bytes: int
-    """Those of the largest layer, embedding or head."""
+    """Bytes of the largest layer, embedding or head."""
     layer_trained_bytes: int
     """The trained ones among them."""
     layers: int
@@ -71,9 +71,9 @@ class Rough:
     task: Task
     """The problem, with the inputs of checkpointed layers in host memory where that is better."""
     device_bytes: int
-    """What the library holds; see `cost.device_peak`."""
+    """Bytes that the library holds; see `cost.device_peak`."""
     host_bytes: int
-    """Of a rank, inputs of checkpointed layers included."""
+    """Bytes of a rank, inputs of checkpointed layers included."""
     disk_bytes: int
     seconds: cost.Seconds
     missing: dict[Tier, int]
@@ -226,13 +226,13 @@ class _Sizes:
     queries: int
     """Elements of a token's queries."""
     keys: int
-    """Of its keys and values."""
+    """Elements of its keys and values."""
     inner: int
-    """Of its MLPs or of the experts that it is sent to."""
+    """Inner width of its MLPs or of the experts that it is sent to."""
     experts: int
     active: int
     routed: int
-    """Of the rows that its experts are given."""
+    """Elements of the rows that its experts are given."""
     reads_last: bool
     """Whether a layer has a norm behind its MLP."""
 

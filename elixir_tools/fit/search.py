@@ -21,7 +21,7 @@ class Search:
 
     task: Task
     packings: Packings
-    """Those of the search, for the same step in other memory."""
+    """The layouts of the search, for the same step in other memory."""
     choice: PlanCandidate | None
     reason: str
     """Why there is no plan."""

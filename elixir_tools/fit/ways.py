@@ -37,7 +37,7 @@ def compares_ways(known: argparse.Namespace) -> bool:
 
 
 def asked_for(known: argparse.Namespace, words: Mapping[str, object]) -> argparse.Namespace:
-    """The same question about one way to train: one of `WAYS`."""
+    """Returns the question about one way to train: one of `WAYS`."""
     asked = argparse.Namespace(**{**vars(known), **words})
     choose_way(asked)
     return asked

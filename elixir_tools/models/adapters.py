@@ -21,7 +21,7 @@ _ROUTER_NAMES = {"router", "gate"}
 
 
 def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
-    """`with_adapters`, with those of fused experts multiplied beside their weights. Raises ConfigError as it does."""
+    """Adds adapters as `with_adapters` does; those of fused experts are multiplied separately from their weights."""
     found = with_adapters(model, lora, init=init)
     run_adapters_unmerged(found)
     return found
@@ -48,7 +48,7 @@ def check_targets(model: nn.Module, lora: Lora) -> None:
 
 
 def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
-    """The model with peft's adapters, which alone are trained.
+    """The model with peft's adapters, of which only these are trained.
 
     Args:
         model: the base.
@@ -94,7 +94,7 @@ def refuse_routers(model: nn.Module) -> None:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[str]:
-    """What has adapters, a line for each stack of layers: its modules by the ends of their names, and how many."""
+    """Yields a line for each stack of layers with adapters: its modules by the ends of their names, and how many."""
     stacks: dict[str, Counter[str]] = {}
     routers: set[str] = set()
     for name, _ in _with_factors(model):
@@ -133,7 +133,7 @@ def _without_routers(model: nn.Module) -> str:
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...]:
-    """What adapters are on where nobody says it: all linear layers, and fused experts if there are any."""
+    """The targets of adapters by default: all linear layers, and fused experts if there are any."""
     return (ALL_LINEAR, EXPERTS) if fused_experts(model) else (ALL_LINEAR,)
 
 

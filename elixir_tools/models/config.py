@@ -34,7 +34,7 @@ class GPTConfig:
     top_k: int = 1
     """Experts a token is sent to."""
     residual: bool = False
-    """PR-MoE: a dense MLP beside the experts of each mixture layer."""
+    """PR-MoE: a dense MLP in addition to the experts of each mixture layer."""
     capacity_factor: float | None = None
     """An expert's share of the global batch, in multiples of the even share; None drops no token."""
     aux_coefficient: float = 0.01

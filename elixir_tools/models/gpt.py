@@ -189,7 +189,7 @@ def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def lm_loss_without_logits(model: nn.Module, batch: Tensor) -> Tensor:
-    """As `lm_loss`, by `linear_cross_entropy`."""
+    """Computes `lm_loss` by `linear_cross_entropy`, without logits."""
     output = model(batch[:, :-1], labels=batch[:, 1:])
     loss: Tensor = output.loss + output.aux_loss
     return loss

@@ -16,7 +16,7 @@ from elixir_tools.models import shapes
 
 _CONFIGS = Path(__file__).parent / "configs"
 _FILES = ("config.json", "tokenizer_config.json")
-"""What is fetched from the hub: no weights."""
+"""The files that are fetched from the hub: no weights."""
 
 
 @dataclass(frozen=True, slots=True)

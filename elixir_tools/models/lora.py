@@ -34,7 +34,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Adapters from a text such as ``r=16,targets=all-linear,experts``; an empty one means the defaults.
+        """Adapters from a string such as ``r=16,targets=all-linear,experts``; an empty one means the defaults.
 
         Raises:
             ConfigError: the text says something else; the message says what was expected.
@@ -46,7 +46,7 @@ class Lora:
             if not equals:
                 name, value = key, name
             if name not in found or not value:
-                raise ConfigError(f"--lora {text!r}: {word!r} means nothing; {_EXPECTED}")
+                raise ConfigError(f"--lora {text!r}: {word!r} is not known; {_EXPECTED}")
             found[name].append(value)
             key = "parameters" if name == "parameters" else "targets"
         numbers: dict[str, int] = {}

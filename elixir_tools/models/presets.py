@@ -50,15 +50,15 @@ class Planned:
     """Tokens of the sample beyond those of the sequence."""
 
     def resampled(self, batch: int, seq: int) -> "Planned":
-        """The same model with a batch of other sizes."""
+        """Returns the model with a batch of other sizes."""
         return replace(self, sample=torch.empty(batch, seq + self.ahead, dtype=torch.int64, device="meta"))
 
 
 def reason_of(error: Exception, path: str | Path, instead: str = "name a model that transformers knows") -> str:
     """Why transformers does not read a folder or a file of it: the first line of its error.
 
-    Where it would need Python code of the folder, which no program here runs unless the user says so, the reason names
-    the files that point to code, and what to do `instead`.
+    Where it would need Python code of the folder, which no program here runs unless the user allows it, the reason
+    names the files that point to code, and what to do `instead`.
     """
     said = str(error)
     if "trust_remote_code" not in said:
@@ -147,7 +147,7 @@ def named_model(
 def of_config(
     name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None, loss: Loss | None = None
 ) -> Planned:
-    """As `named_model`, for a GPT of any configuration."""
+    """Builds what `named_model` does, for a GPT of any configuration."""
     with torch.device("meta"), _Undrawn():
         model = GPT(config, mesh)
         sample = torch.empty(batch, seq + 1, dtype=torch.int64)
@@ -239,7 +239,7 @@ def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """As `causal_loss`, by `linear_cross_entropy`."""
+    """Computes `causal_loss` by `linear_cross_entropy`, without logits."""
     with FusedLoss(model)():
         return causal_loss(model, tokens)
 

@@ -48,7 +48,7 @@ FILES: tuple[str, ...] = (
 )
 APART, CONTROL = "apart", "control.yaml"
 LOCK = ".lock"
-"""What is locked and marked: over NFS other hosts see locks of files, and none of directories."""
+"""The file that is locked and marked: over NFS other hosts see locks of files, and none of directories."""
 
 
 class Claim:
@@ -70,7 +70,7 @@ class Claim:
                     f"{name}: another process trains in '{path}': wait for it, or choose another directory"
                 )
             if os.fstat(self._lock).st_size and not is_marked(path / LOCK):
-                raise ConfigError(f"{name}: {str(path / LOCK)!r} is no file of a run: choose another directory")
+                raise ConfigError(f"{name}: {str(path / LOCK)!r} is not a file of a run: choose another directory")
             os.pwrite(self._lock, MARK_BYTES, 0)
         except BaseException:
             os.close(self._lock)

@@ -69,7 +69,7 @@ class Span:
     """Seconds."""
     end: float
     color: str = ""
-    """Of its own; left out, its lane's."""
+    """Its own color; left out, its lane's."""
 
 
 def light(color: str) -> str:
@@ -146,7 +146,7 @@ def lines(
 
 
 def lanes(spans: Sequence[Span]) -> Figure:
-    """What ran when: a lane for each kind, in the order of their first span. A name is written where it has room."""
+    """Draws what ran when: a lane for each kind, in the order of their first span. Names need room."""
     names = list(dict.fromkeys(span.lane for span in spans))
     figure, axes = panel(24 * len(names) + 22)
     begin = min(span.begin for span in spans)
@@ -198,7 +198,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def literal(figure: Figure) -> None:
-    """Shows each text as it is: a name with "$" is no mathematics."""
+    """Shows each text as it is: a name with "$" is not a formula."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
 

@@ -139,19 +139,19 @@ class Story:
     """A run's files, as far as they are whole."""
 
     account: dict[str, Any]
-    """As `account` gives it."""
+    """The result of `account`."""
     records: list[dict[str, Any]]
     """The steps."""
     planned_bytes: dict[str, dict[str, int]]
     """{tier: {kind: bytes}} that the plan foresees on rank 0."""
     chunks: list[dict[str, Any]]
-    """As `Inspection.facts` gives them."""
+    """The result of `Inspection.facts`."""
     spans: list[dict[str, Any]]
-    """What ran when in one step: lane, name, begin and end in seconds."""
+    """The spans of one step: lane, name, begin and end in seconds."""
     profiled_step: int
     """The number of that step; 0 without one."""
     about: dict[str, str]
-    """What the run is, in words: model, data, adapters, command, machine, as far as its files say."""
+    """Describes the run: model, data, adapters, command, machine, as far as its files say."""
     settings: dict[str, Any]
     """Its settings, flat: {"model.d_model": 64}."""
 
@@ -190,7 +190,7 @@ def story(directory: Path) -> Story:
 
 
 def _about(directory: Path) -> dict[str, str]:
-    """What ``about.json`` says, then sizes and times that other files have."""
+    """Yields what ``about.json`` says, then sizes and times that other files have."""
     summary = _object(_text(directory / "summary.json"))
     found = {str(key): str(value) for key, value in _object(_text(directory / "about.json")).items()}
     found |= {key: f"{summary[key]:,}" for key in ("parameters", "ranks") if is_number(summary.get(key))}
@@ -210,7 +210,7 @@ def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def distributions(directory: Path) -> list[dict[str, Any]]:
-    """As `distributions_of`. Raises ConfigError if the run has recorded none."""
+    """Returns `distributions_of` a run. Raises ConfigError if the run has recorded none."""
     found = distributions_of(record for _, record in records_of(directory / "metrics.jsonl"))
     if not found:
         raise ConfigError(
@@ -295,14 +295,14 @@ def _words(value: Any) -> str | None:
 
 
 def _state(directory: Path, status: Mapping[str, Any]) -> str:
-    """The last recorded state of the run; if that is "running" and no process holds the directory, says so."""
+    """The last recorded state of the run; if that is "running" and no process holds the directory, adds that."""
     state = str(status.get("state", "not begun"))
     try:
         if state != "running" or is_claimed(directory):
             return state
     except ConfigError:
         return "running, or ended without a word: its file system has no locks, which would tell"
-    return "ended without a word; the same command goes on"
+    return "ended without a word; the same command continues it"
 
 
 def _cell(key: str, value: Any) -> str:
@@ -323,7 +323,7 @@ def _median(values: Any) -> float | None:
 
 
 def _beyond_device(by_tier: Any) -> Any:
-    """Bytes by tier without the device's own: a shard at home on the device does not cross the link."""
+    """Bytes by tier without the device's own: a shard on the device does not cross the link."""
     return {t: n for t, n in by_tier.items() if t != Tier.DEVICE} if isinstance(by_tier, dict) else None
 
 

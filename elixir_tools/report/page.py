@@ -207,7 +207,7 @@ def _layers(story: Story) -> list[Card]:
 
 
 def _timeline(story: Story) -> list[Card]:
-    """What ran when in one step, how long each kind ran, and what ran while compute waited."""
+    """Shows what ran when in one step, how long each kind ran, and what ran while compute waited."""
     spans = [Span(**span) for span in story.spans]
     if not spans:
         return []

@@ -43,8 +43,8 @@ class StepRecord:
     held_bytes: dict[str, int]
     """By tier: bytes that the library holds on rank 0 in a backward."""
     process_bytes: dict[str, int]
-    """Of rank 0's process: ``host``, its memory at the end of the step; ``device``, the most that torch has allocated
-    on a GPU so far."""
+    """Bytes of rank 0's process: ``host``, its memory at the end of the step; ``device``, the most that torch has
+    allocated on a GPU so far."""
     tokens_per_expert: dict[str, list[int]]
     """By mixture layer: tokens that chose each expert, over all ranks; in `train`, those of the last micro-batch."""
     val_loss: float | None
@@ -70,7 +70,7 @@ class Summary:
     val_loss: float
     """Validation loss after the last step, in nats per token."""
     bigram_loss: float | None
-    """Loss of the bigram model on the same validation bytes; null where tokens are no bytes."""
+    """Loss of the bigram model on the same validation bytes; null where tokens are not bytes."""
     train_seconds: float
     """Wall time of this process's steps, with evaluations and saves between them."""
     tokens_per_second: float
@@ -118,7 +118,7 @@ class RunFiles:
         """`done`: steps already done by a resumed run; records of later steps are dropped. `say`: shows a line."""
         self._directory, self._say = directory, say
         self._unwritten: set[str] = set()
-        """Files that could not be written, which was said."""
+        """Files that could not be written, which was reported."""
         self.kept: list[dict[str, Any]] = []
         """The records of the steps before those of this start."""
         self._go_back(done)
@@ -205,7 +205,7 @@ class RunFiles:
             if name not in self._unwritten:
                 self._unwritten.add(name)
                 path = self._directory / name
-                self._say(f"{path} cannot be written, and the run goes on: {error.strerror or error}")
+                self._say(f"{path} cannot be written, and the run continues: {error.strerror or error}")
 
 
 def _changed(before: str, now: str) -> str:

@@ -1,4 +1,4 @@
-"""What ran when in one step: torch.profiler records it, and the run's page draws it.
+"""The spans of one step: torch.profiler records them, and the run's page draws it.
 
 Owns ``timeline.json``, in which the library's ranges (``elixir::gather chunk 3``) and the model's own work are spans
 on lanes. Only rank 0 records. The ranges themselves are where the work is issued.
@@ -18,7 +18,7 @@ from elixir_moe.ext.ranks import on_all_threads
 
 _OURS = "elixir::"
 _COPIES = ("nccl", "Memcpy", "Memset")
-"""Beginnings of the names of what a GPU does beside computing."""
+"""Beginnings of the names of what a GPU does besides computing."""
 COMPUTE = "compute"
 """The lane of the model's own operators, or of its kernels on a GPU."""
 

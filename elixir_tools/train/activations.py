@@ -1,6 +1,6 @@
 """How the values that modules put out are distributed, and their bytes.
 
-Owns the choice of the modules and the figures of an output. Sends nothing, so a rank may look alone. Source: the
+Owns the choice of the modules and the figures of an output. Sends nothing, so one rank may look by itself. Source: the
 monitoring of HTMS (3.2.1): scales of tensors, and distributions of feature values and of output vectors.
 """
 

@@ -38,7 +38,7 @@ _SPELLED = {
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
 BYTES = 256
-"""Distinct tokens of a text."""
+"""Distinct tokens of the text."""
 _FREE = ("model.ep", "model.checkpoint")
 """Settings of the model that a resumed run may change."""
 _FINITE = Check("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
@@ -103,7 +103,7 @@ class PlanConfig:
 
         for name, option in options().items():
             if getattr(self, name) is not None and self.kind not in option.presets:
-                meant = f"plan.{name} means nothing for plan.kind={self.kind}"
+                meant = f"plan.{name} has no effect for plan.kind={self.kind}"
                 raise ConfigError(f"{meant}: remove it, or choose another kind")
         if self.disk_chunks and self.disk is None:
             raise ConfigError(f"plan.disk_chunks={self.disk_chunks} needs a folder: give plan.disk")
@@ -303,7 +303,7 @@ class TrainConfig:
             )
 
     def load_data(self) -> "Text":
-        """What is trained on. Raises ConfigError if it cannot be read, or does not fit the model."""
+        """Returns the data that is trained on. Raises ConfigError if it cannot be read, or does not fit the model."""
         from elixir_tools.train.data import load_text
 
         return load_text(self.data.paths, self.data.validation, self.model.seq_len)

@@ -8,7 +8,7 @@ Each byte of the text is a token. Its last part is kept for validation::
     |<------------------ train ------------------>|<-- validation -->|
     0                                            cut              length
 
-    step t:  `rows` windows of S + 1 tokens, their starts drawn from (seed, t) alone
+    step t:  `rows` windows of S + 1 tokens, their starts drawn only from (seed, t)
     rank r of R:  rows  r * rows / R  ...  (r + 1) * rows / R  of them, in this order
 """
 
@@ -29,7 +29,7 @@ from elixir_tools.train.bigram import VOCABULARY, Bigram
 
 
 def decode_bytes(tokens: list[int]) -> str:
-    """The text of bytes; a token that is no byte, which a larger vocabulary may have, is a replacement character."""
+    """The text of bytes; a token that is not a byte, which a larger vocabulary may have, is a replacement character."""
     return b"".join(bytes([t]) if t < VOCABULARY else "\ufffd".encode() for t in tokens).decode(errors="replace")
 
 
@@ -113,7 +113,7 @@ def python_help_text() -> bytes:
 
 
 def batch_at(tokens: torch.Tensor, *, seed: int, step: int, rows: int, seq_len: int) -> torch.Tensor:
-    """The samples of one step, int64 (rows, seq_len + 1), determined by the arguments alone."""
+    """The samples of one step, int64 (rows, seq_len + 1), determined only by the arguments."""
     # torch's CPU generator keeps 32 bits of a seed; numpy's uses all bits of both numbers.
     starts = np.random.default_rng((seed, step)).integers(0, tokens.numel() - seq_len, size=rows)
     return torch.stack([tokens[start : start + seq_len + 1] for start in starts.tolist()]).long()

@@ -1,4 +1,4 @@
-"""The run directory of `elixir-moe train`: whether a run may begin or go on there, and from which checkpoint.
+"""The run directory of `elixir-moe train`: whether a run may begin or continue there, and from which checkpoint.
 
 Owns the checks, and what a run that begins removes of the one before. `report.directory` has the files and the lock.
 """
@@ -64,7 +64,7 @@ def check_directory(config: TrainConfig, data: Text) -> Path | None:
     if ended is not None and ended >= run.steps:
         raise ConfigError(
             f"run.out: {run.out!r} is not empty: the run in it has ended at step {ended}: choose another directory, "
-            f"give --run.overwrite true to replace it, or more --run.steps to go on"
+            f"give --run.overwrite true to replace it, or more --run.steps to continue"
         )
     source = latest(directory / CHECKPOINTS, fall_back=run.resume == "fall_back")
     if source is None:
@@ -132,8 +132,9 @@ def _check_chosen(source: Path, config: TrainConfig) -> None:
     began = settings.read_yaml(mark).get("run") or {}
     if began.get("resume") != named:
         raise ConfigError(
-            f"run.resume: {named!r} is not where the run in {config.run.out!r} goes on: that is {str(source)!r}. Leave "
-            f"run.resume out to go on, give --run.overwrite true to begin again from what it names, or another run.out"
+            f"run.resume: {named!r} is not where the run in {config.run.out!r} continues: that is {str(source)!r}. "
+            f"Leave run.resume out to continue, give --run.overwrite true to begin again from what it names, or "
+            f"another run.out"
         )
 
 
@@ -144,8 +145,8 @@ def _check_identity(source: Path, config: TrainConfig, data: Text) -> None:
         before = saved.get(key, value)  # an earlier version saved fewer settings
         if before != value:
             raise ConfigError(
-                f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that goes on keeps it (the "
-                f"rate and clipping can be changed in {CONTROL}); set it back, or start a new run by another run.out"
+                f"{key} is {value}, but was {before} when {str(source)!r} was saved: a run that continues keeps it "
+                f"(the rate and clipping can be changed in {CONTROL}); set it back, or choose another run.out"
             )
     if done > config.run.steps:
         raise ConfigError(
@@ -176,8 +177,8 @@ def _check_nothing_lost(directory: Path, ended: int | None, resume: str) -> None
     had = f"has ended at step {ended}" if saved is None else f"saved the checkpoint {saved!r}"
     raise ConfigError(
         f"run.out: the run in {str(directory)!r} {had}, and no whole checkpoint is left in "
-        f"{str(directory / CHECKPOINTS)!r} to go on from: put the checkpoints back, give --run.overwrite true to begin "
-        f"again from step 0, or choose another directory"
+        f"{str(directory / CHECKPOINTS)!r} to continue from: put the checkpoints back, give --run.overwrite true to "
+        f"begin again from step 0, or choose another directory"
     )
 
 

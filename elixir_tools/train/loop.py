@@ -258,7 +258,7 @@ class Loop:
             self._stop(f"before step {self._first + 1} by {named(agreed.signal)}", exit_code_of(agreed.signal))
 
     def _conclude(self) -> Summary | None:
-        """Writes sample, weights and summary; all communication comes before rank 0 writes alone."""
+        """Writes sample, weights and summary; all communication comes before only rank 0 writes."""
         training, last = self.training, self._last
         val_loss = training.evaluate() if last is None or last.val_loss is None else last.val_loss
         sample = training.sample()

@@ -1,9 +1,10 @@
 """Recovery from out of memory on any rank: all ranks leave the step, save its start, and restart it with less memory.
 
 Owns the message between ranks, the choice of the next smaller setting, and the restart of the process groups. A rank
-that runs out of memory in a step cannot join the collectives of its peers any more: it says so in the ranks' store and
-destroys its process groups, which makes those of the others fail on gloo. On NCCL they would wait on their GPUs, where
-no error reaches them: there a thread of each rank reads the store and aborts the rank's own collectives (`aborting`).
+that runs out of memory in a step cannot join the collectives of its peers any more: it leaves word in the ranks' store
+and destroys its process groups, which makes those of the others fail on gloo. On NCCL they would wait on their GPUs,
+where no error reaches them: there a thread of each rank reads the store and aborts the collectives of its own rank
+(`aborting`).
 """
 
 import gc
@@ -155,7 +156,7 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     timeout = world_timeout()
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
     if ranks > 1:
-        abort_nccl()  # destroyed alone, they would wait for what is under way
+        abort_nccl()  # only destroyed, they would wait for what is under way
     dist.destroy_process_group()
     release()
     # A peer may notice only when its collective times out: code below Python can keep a connection open.

@@ -278,7 +278,7 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The optimizer of what is trained; matrices alone decay."""
+    """The optimizer of what is trained; only matrices decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.dim() > 1]
     others = [p for p in trained if p.dim() <= 1]

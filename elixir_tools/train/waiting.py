@@ -1,4 +1,4 @@
-"""What people see while they wait: what is being done, once it has taken two seconds.
+"""Tells people who wait what is being done, once it has taken two seconds.
 
 Owns the line on stderr: with a spinner and the time on a terminal, after the seconds so far elsewhere. Steps of a
 training have a bar of their own (`report`). Writes nothing on stdout.

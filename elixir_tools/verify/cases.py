@@ -1,4 +1,4 @@
-"""What is verified: a model with its loss and its batches, that any process can build again.
+"""The model that is verified: a model with its loss and its batches, that any process can build again.
 
 Owns the three ways a user names a model (a Hugging Face config, a name of `elixir-moe plan`, a function of their own),
 the adapters put on it and its frozen weights in 4 or 8 bits. Everything here can be sent to another process; nothing
@@ -29,7 +29,7 @@ from elixir_tools.verify.oracle import next_token_loss, plain_mixtures, quantize
 from elixir_tools.verify.shrink import changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-"""What the classes that compute a loss from ``input_ids`` and ``labels`` end with."""
+"""Endings of the classes that compute a loss from ``input_ids`` and ``labels``."""
 FIRST_WORD = 3
 """Smaller token ids may be special."""
 
@@ -55,7 +55,7 @@ class Source(Protocol):
 
         The plain one is PyTorch, transformers and peft as they are; `oracle` computes mixtures and the loss of this
         library's GPT, and the values of frozen weights in 4 or 8 bits. Under the plan, experts are spread over the
-        ranks where they can be, adapters of experts are multiplied beside them, and frozen weights are bytes.
+        ranks where they can be, adapters of experts are multiplied separately, and frozen weights are bytes.
         """
 
 
@@ -74,7 +74,7 @@ class _Asked:
     quantized: str | None = None
     """The scheme in which frozen weights are kept."""
     changed: tuple[str, ...] = field(default=(), compare=False)
-    """What was shrunk, or made so that faults show."""
+    """The settings that were shrunk, or made so that faults show."""
 
     def __post_init__(self) -> None:
         if self.lora is not None and self.lora.alpha == self.lora.r:  # a scale of 1 does not show where it is lost
@@ -99,7 +99,7 @@ class _Asked:
         if self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ConfigError(
-                    f"--checkpointing: {type(model).__name__} is no transformers model: checkpoint its own way"
+                    f"--checkpointing: {type(model).__name__} is not a transformers model: checkpoint its own way"
                 )
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
@@ -240,9 +240,9 @@ class Named:
     rows: int
     """Rows of a micro-batch."""
     changed: tuple[str, ...] = field(default=(), compare=False)
-    """What was shrunk."""
+    """The settings that were shrunk."""
     device: str = "cpu"
-    """Of the ranks: "cpu" or "cuda"."""
+    """Type of the ranks' device: "cpu" or "cuda"."""
 
     def build(self, *, under_plan: bool = False) -> TestCase:
         """See `Source.build`."""
@@ -283,7 +283,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function(_Asked):
-    """What a function of the user's makes."""
+    """The model that a function of the user makes."""
 
     path: str
     """``package.module:function``."""

@@ -48,7 +48,7 @@ class Check:
     """One line of the certificate."""
 
     name: str
-    """What was compared."""
+    """The quantity that was compared."""
     difference: float
     """The largest one, by its tolerance."""
     tolerance: float
@@ -98,7 +98,7 @@ def first_failed(checks: list[Check]) -> Check | None:
 
 
 def as_dicts(checks: list[Check]) -> list[dict[str, Any]]:
-    """For JSON: a number that is not finite becomes a text."""
+    """For JSON: a number that is not finite becomes a string."""
     return [
         {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(check).items()}
         for check in checks
@@ -209,7 +209,7 @@ def _number(ours: float, plain: float, relative: float, hint: str = "") -> _Diff
 
 
 def _as_if(ours: float, plain: float, ranks: int) -> str:
-    """What the ratio of two losses says of the ranks."""
+    """Explains the ratio of two losses by the ranks."""
     if ranks > 1 and plain:
         for factor, words in ((ranks, "multiplied"), (1 / ranks, "divided")):
             if abs(ours / plain - factor) < LOSS * factor:

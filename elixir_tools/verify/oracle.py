@@ -129,5 +129,5 @@ _FORMATS: Mapping[str, Callable[[Tensor], Tensor]] = {"nf4": _nf4, "mxfp4": _mxf
 
 
 def quantized_values(weight: Tensor, scheme: str) -> Tensor:
-    """What a weight (..., out, in) is once it has been encoded in `scheme` and decoded, in its dtype."""
+    """Returns a weight (..., out, in) as it is once it has been encoded in `scheme` and decoded, in its dtype."""
     return _FORMATS[scheme](weight.detach().float()).to(weight.dtype)

@@ -96,7 +96,7 @@ class Machine:
         return checks
 
     def speeds(self, disk: Path) -> tuple[Hardware, bool]:
-        """What `measured_again` finds."""
+        """The findings of `measured_again`."""
         found: tuple[Hardware, bool] = self.run(self.ranks, partial(measured_again, str(disk)))
         return found
 

@@ -92,7 +92,7 @@ def _number(config: Config, name: str) -> int:
 
 
 def _fewer_layers(config: Config) -> Config:
-    """As few layers as show every kind of layer once."""
+    """Returns the fewest layers that show every kind of layer once."""
     depth = max((_number(config, name) for name in _LAYERS), default=0)
     if not depth:
         return {}

@@ -1,4 +1,4 @@
-"""The same few steps twice: by some backend on all ranks, and in plain PyTorch in one process.
+"""Trains the same few steps twice: by some backend on all ranks, and in plain PyTorch in one process.
 
 Owns both runs, what they record, and the backend of this library's plans. In the plain run every rank's rows go through
 the model one after another and the gradients are averaged, which is what a step on several ranks means. Compares
@@ -28,7 +28,7 @@ from elixir_tools.verify.cases import Source, TestCase, batch_of, own_loss, part
 from elixir_tools.verify.plans import AskedPlan
 
 LR, EPS, CLIP = 1e-2, 1e-4, 1.0
-"""Of AdamW at most, and the largest gradient norm. The tolerances are derived from them."""
+"""Options of AdamW at most, and the largest gradient norm. The tolerances are derived from them."""
 GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": LR, "eps": EPS, "weight_decay": 0.1},
     {"lr": LR / 2, "eps": EPS, "weight_decay": 1.0, "betas": (0.8, 0.99)},
@@ -37,7 +37,7 @@ GROUPS: tuple[dict[str, Any], ...] = (
 DECAY = 0.9
 """Factor of all learning rates, after each step."""
 SEED, _OTHER_SEED, _PROBE = 5, 6, 999
-"""Of the first weights, of those that a load overwrites, and the number of the batch that no step has seen."""
+"""Seeds of the first weights and of those that a load overwrites, and the number of the batch that no step has seen."""
 
 QUANTIZED, HALF, ADAPTERS, FOLDER = "quantized base", "bf16 compute", "adapters", "weights read from a folder"
 RESUME, OTHER_RANKS, OWN_STATE = "resume", "resume on other ranks", "buffers and random generators in the checkpoint"
@@ -54,17 +54,17 @@ class TrainerUnderTest(Protocol):
     case: TestCase
     """The model by the names of the plain one, with its loss and its batches."""
     runs: nn.Module
-    """What a batch is given to: the model, or what is around it."""
+    """The module that a batch is given to: the model, or its wrapper."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The one whose options a schedule changes."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
+        """Runs the backward of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
 
     def norms(self) -> dict[str, float]:
-        """Of each parameter's gradient, before a clip."""
+        """Norm of each parameter's gradient, before a clip."""
 
     def update(self) -> float:
         """Clips to a norm of `CLIP`, updates and forgets the gradients; returns the norm that was."""
@@ -73,7 +73,7 @@ class TrainerUnderTest(Protocol):
         """All of them, on rank 0; fp32 masters where there are some."""
 
     def moments(self) -> dict[str, Weights]:
-        """Of AdamW, on rank 0; the square root of the second."""
+        """Moments of AdamW, on rank 0; the square root of the second."""
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Writes a checkpoint with what the user's program keeps there."""
@@ -104,22 +104,22 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What both runs do."""
+    """The settings of both runs."""
 
     source: Source
     """The model, its loss and its batches."""
     backend: Backend
-    """What is verified."""
+    """The model that is verified."""
     ranks: int
     """Processes that train, until the save."""
     resumed_ranks: int
-    """Processes that load and go on; they are others if there are more or fewer of them."""
+    """Processes that load and continue; they are others if there are more or fewer of them."""
     steps: int
     """Steps before the save, and as many after the load."""
     accumulation: int
     """Micro-batches of a step."""
     compute_dtype: torch.dtype | None
-    """Of forward and backward."""
+    """The dtype of forward and backward."""
     folder: Path
     """For the checkpoint, the export and the records."""
     device: str = "cpu"
@@ -127,7 +127,7 @@ class Setup:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run is saved and goes on."""
+        """Whether the run is saved and continues."""
         return RESUME not in self.backend.not_done
 
     @property
@@ -138,20 +138,20 @@ class Setup:
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What a run has seen; lists have an entry for each step."""
+    """The record of a run; lists have an entry for each step."""
 
     losses: list[float] = field(default_factory=list)
     """Means over ranks and micro-batches."""
     norms: list[float] = field(default_factory=list)
-    """Of the gradient of the whole model, before it is clipped."""
+    """Norm of the gradient of the whole model, before it is clipped."""
     gradients: list[dict[str, float]] = field(default_factory=list)
     """Norm of each parameter's gradient."""
     weights: list[Weights] = field(default_factory=list)
     """Before the first step, and after each."""
     moments: dict[str, Weights] = field(default_factory=dict)
-    """Of AdamW, when the checkpoint was saved; the square root of the second, which has the size of a gradient."""
+    """Moments of AdamW at the save; the square root of the second, which has the size of a gradient."""
     loaded: Weights = field(default_factory=dict)
-    """Weights after the load into a model that was made anew."""
+    """Weights after the load into a model that was made again."""
     frozen: list[str] = field(default_factory=list)
     """Parameters that are not trained, in the plain run."""
     labeled: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Record:
     kept: list[Weights] = field(default_factory=list)
     """For each rank, what the checkpoint is to keep besides weights and moments, when it was saved."""
     found: list[Weights] = field(default_factory=list)
-    """The same after the load."""
+    """Moments after the load."""
     outputs: Tensor | None = None
     """Logits after the last step; the loss where the model has none."""
 
@@ -228,7 +228,7 @@ def load_and_go_on(setup: Setup) -> None:
 
 
 def record_of(setup: Setup) -> Record:
-    """What the run on ranks has seen so far."""
+    """The record of the run on ranks so far."""
     return Record(**torch.load(setup.folder / "record.pt", weights_only=True))
 
 
@@ -290,7 +290,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _added(found: list[Sums]) -> Sums:
-    """Those of all ranks together."""
+    """Returns the sums of all ranks together."""
     return {name: (sum(f[name][0] for f in found), sum(f[name][1] for f in found)) for name in found[0]}
 
 
@@ -327,7 +327,7 @@ def _change_all(setup: Setup, trainer: TrainerUnderTest) -> None:
 
 
 def _kept(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR) -> Weights:
-    """What a checkpoint keeps of this rank besides weights and moments, by what it is called."""
+    """Returns {name: value} of what a checkpoint keeps of this rank besides weights and moments."""
     groups = trainer.optimizer.param_groups
     said = {f"param_group {i}, {name}": group[name] for i, group in enumerate(groups) for name in group}
     said |= {f"schedule, {name}": value for name, value in schedule.state_dict().items()}
@@ -479,7 +479,7 @@ class Wrapped:
         return _full(self.runs)
 
     def moments(self) -> dict[str, Weights]:
-        """Those of the checkpoint that was saved."""
+        """Returns the moments of the checkpoint that was saved."""
         return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
@@ -612,7 +612,7 @@ def _plain_update(
 
 
 def _parts(setup: Setup, case: TestCase, step: int, batch: Any) -> list[Any]:
-    """What each rank of a step has of a batch; all in one where the model counts over ranks."""
+    """Returns what each rank of a step has of a batch; all in one where the model counts over ranks."""
     ranks = setup.ranks if step < setup.steps else setup.resumed_ranks
     return [batch] if counts_over_ranks(case.model) else list(parts_of(batch, ranks))
 

@@ -1,4 +1,4 @@
-"""What the weights, gradients and outputs of a model say about a fault: their sizes, and where they are not finite.
+"""Weights, gradients and outputs of a model after a fault: their sizes, and where they are not finite.
 
 Owns both answers for a wrapped model. Knows neither its loop nor its loss: the caller runs the forward again.
 """

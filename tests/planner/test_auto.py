@@ -544,8 +544,8 @@ def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kind": "auto", "rcache_blocks": 2}, "plan.rcache_blocks means nothing for plan.kind=auto"),
-        ({"kind": "zero2", "budget": "1 GiB"}, "plan.budget means nothing for plan.kind=zero2"),
+        ({"kind": "auto", "rcache_blocks": 2}, "plan.rcache_blocks has no effect for plan.kind=auto"),
+        ({"kind": "zero2", "budget": "1 GiB"}, "plan.budget has no effect for plan.kind=zero2"),
         ({"kind": "auto", "budget": 0}, "plan: budget=0: expected at least 1 byte"),
         ({"kind": "auto", "budget": "lots"}, "plan: budget='lots': expected bytes"),
         ({"kind": "offload", "host": "1 GiB"}, "disk="),

@@ -258,7 +258,7 @@ def warned(plan: em.Plan) -> list[str]:
 
 def test_offload_within_one_memory_is_named_as_pointless(ranks: Ranks) -> None:
     (text,) = ranks(1).run(warned, em.Plan.offload(chunk_numel=600))[0]
-    assert "chunks at home in host memory free nothing on the device" in text and "em.Plan.zero3()" in text
+    assert "chunks kept in host memory free nothing on the device" in text and "em.Plan.zero3()" in text
     assert ranks(1).run(warned, em.Plan.zero3(chunk_numel=600)) == [[]]
 
 

@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> str:
         (["--optimizer.lr", "-1"], "optimizer.lr: expected a finite number above 0, got -1.0"),
         (["--optimizer.betas", "0.9"], "optimizer.betas: expected tuple[float, float], got '0.9'"),
         (["--watch.on_nan", "halt"], "watch.on_nan: expected 'skip' | 'back' | 'stop', got 'halt'"),
-        (["--plan.kind", "ddp"], "plan.rcache_blocks means nothing for plan.kind=ddp"),
+        (["--plan.kind", "ddp"], "plan.rcache_blocks has no effect for plan.kind=ddp"),
         (["--plan.rcache_blocks", "0"], "plan: rcache_blocks=0: expected a whole number of at least 1"),
         (["--model.vocab_size", "99"], "model.vocab_size=99: tokens are bytes; give at least 256"),
         (["--model.n_heads", "3"], "d_model=16 is not a multiple of n_heads=3"),
@@ -129,9 +129,9 @@ def test_a_mistake_in_the_file_is_told(
         ("run:\n  out: 'x", "line 2, column 10: while scanning a quoted scalar: found unexpected end of stream"),
         ("run:\n  out: \x00", "line 2, column 8: unacceptable character #x0000"),
         ("run:\n  out: x\n  out: y", "line 2, column 3: key 'out' stands twice"),
-        ("run:\n  steps: 3\n  out: 2024-02-30", "line 3, column 8: '2024-02-30' is no timestamp"),
-        ("run:\n  overwrite: !!bool perhaps", "line 2, column 14: 'perhaps' is no bool"),
-        (f"run:\n  seed: {'1' * 5000}", f"line 2, column 9: {'1' * 80!r} is no int"),
+        ("run:\n  steps: 3\n  out: 2024-02-30", "line 3, column 8: '2024-02-30' is not a valid timestamp"),
+        ("run:\n  overwrite: !!bool perhaps", "line 2, column 14: 'perhaps' is not a valid bool"),
+        (f"run:\n  seed: {'1' * 5000}", f"line 2, column 9: {'1' * 80!r} is not a valid int"),
         ("run:\n  out: !!python/none x", "line 2, column 8: could not determine a constructor for the tag"),
         ("run: &all\n  - *any", "line 2, column 5: found undefined alias 'any'"),
         ("{" * 100_000, "it is nested too deep"),
@@ -274,7 +274,7 @@ def test_a_report_of_what_never_ended(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "events.jsonl").write_text(json.dumps({**event, "time": math.nan}) + "\n{" + "[" * 200_000)
     assert main(["report", "--json", str(tmp_path), "--picture", str(tmp_path / "half.png")]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert told["state"] == "ended without a word; the same command goes on"
+    assert told["state"] == "ended without a word; the same command continues it"
     assert (told["step"], told["train_loss"], told["val_loss"], told["hit_rate"]) == (2, 2.0, None, None)
     assert (told["step_seconds"], told["events"]) == (0.5, [event])
     assert (tmp_path / "half.png").read_bytes().startswith(b"\x89PNG\r\n")

@@ -190,7 +190,7 @@ def test_shrinking_keeps_the_kind() -> None:
         (("--module", f"{CASES}:sound", "--ranks", "8"), "--rows 4 for --ranks 8: expected a multiple"),
         (("--module", f"{CASES}:sound", "--plan", "zero4"), "did you mean 'zero"),
         (("--module", f"{CASES}:sound", "--lora", "r=0"), "r must be one number of at least 1"),
-        (("--module", f"{CASES}:sound", "--lora", "rank=8"), "'rank=8' means nothing"),
+        (("--module", f"{CASES}:sound", "--lora", "rank=8"), "'rank=8' is not known"),
         (("--model", "opt-2.7b", "--lora", "r=8,experts"), "--lora needs --hf or --module"),
         (("--module", f"{CASES}:sound", "--resume-ranks", "3"), "--rows 4 for --resume-ranks 3: expected a multiple"),
         (("--module", f"{CASES}:sound", "--quantize", "nf4"), "--quantize needs --hf, and --lora"),

@@ -144,7 +144,7 @@ def test_what_cannot_be_exported_is_told(tuned: Path, tmp_path: Path) -> None:
         export(tuned / "out", tmp_path)
     shutil.copytree(tuned / "out", tmp_path / "out", ignore=shutil.ignore_patterns("checkpoint-*", "export"))
     config = json.loads((tuned / "out/adapter_config.json").read_text())
-    for base, said in ((None, "names no base"), (str(tmp_path / "gone"), "is no causal language model here")):
+    for base, said in ((None, "names no base"), (str(tmp_path / "gone"), "is not a causal language model here")):
         (tmp_path / "out/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
         with pytest.raises(ConfigError, match=said):
             export(tmp_path / "out")

@@ -139,7 +139,7 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
         (["--gpu", "l40s", "--disk-size", "1 TB", "--disk-speed", "6"], "expected a rate such as '6 GB/s'"),
         (["--gpu", "l40s", "--ram", "8 GiB", "--ram-reserve", "9 GiB"], "leave nothing of 8.00 GiB"),
         (["--gpu", "l40s", "--lora", "r=0"], "r must be one number of at least 1"),
-        (["--gpu", "l40s", "--lora", "rank=3"], "'rank=3' means nothing"),
+        (["--gpu", "l40s", "--lora", "rank=3"], "'rank=3' is not known"),
         (["--gpu", "l40s", "--lora", "r=2,targets=all-linear,q_proj"], "has all modules already"),
         (["--gpu", "l40s", "--lora", "r=2,targets=nothing"], "nothing matches nothing"),
         (["--gpu", "l40s", "--freeze", "*.layer.0.*"], "matches no parameter; names are as model.embed_tokens.weight"),

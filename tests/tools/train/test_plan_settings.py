@@ -61,5 +61,5 @@ def test_a_new_option_is_offered_by_all_programs(made_up: Any) -> None:
     assert field.metadata["help"] == "What nobody needs. For offload."
     assert made_up(kind="offload", made_up=True).plan(print, (), 1).made_up is True
     assert made_up(kind="offload").plan(print, (), 1).made_up is False
-    with pytest.raises(config.ConfigError, match=r"plan.made_up means nothing for plan.kind=zero3"):
+    with pytest.raises(config.ConfigError, match=r"plan.made_up has no effect for plan.kind=zero3"):
         made_up(kind="zero3", made_up=True)

@@ -60,6 +60,6 @@ def test_a_full_disk_is_said_once_for_each_file_and_the_run_goes_on(tmp_path: Pa
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         report.status("done", 2, None)
     for name in ("metrics.jsonl", "events.jsonl", "status.json"):
-        assert said.getvalue().count(f"{name} cannot be written, and the run goes on: File too large") == 1
+        assert said.getvalue().count(f"{name} cannot be written, and the run continues: File too large") == 1
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

@@ -255,7 +255,7 @@ def test_a_run_that_is_replaced_leaves_what_is_not_its_own(tmp_path: Path) -> No
             claim_directory(config_of(mine, overwrite=overwrite), text)
     (mine / ".lock").write_text("mine")
     (mine / "metrics.jsonl").unlink(), (mine / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"\.lock' is no file of a run: choose another directory"):
+    with pytest.raises(ConfigError, match=r"\.lock' is not a file of a run: choose another directory"):
         claim_directory(config_of(mine), text)
     assert (mine / ".lock").read_text() == "mine"
 
@@ -269,7 +269,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_over_its_results(
     claim_directory(config_of(out), text).release()
     (out / told_by).write_text(json.dumps({"state": "done", "checkpoint": "step-00000004", "steps": 4}))
     (out / "weights.safetensors").write_text("trained")
-    said = "no whole checkpoint is left in '.*/out/checkpoints' to go on from: put the checkpoints back"
+    said = "no whole checkpoint is left in '.*/out/checkpoints' to continue from: put the checkpoints back"
     if left == "a dangling link":
         (out / "checkpoints").symlink_to(tmp_path / "not-mounted")
         said = "checkpoints' is a link to '.*/not-mounted', which is not there"
