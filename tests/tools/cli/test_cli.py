@@ -1,6 +1,7 @@
 """The command line: one clear message and exit code 2 for every mistake, and JSON alone where JSON was asked for."""
 
 import fcntl
+import gc
 import json
 import math
 import os
@@ -8,8 +9,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import elixir_moe as em
 from elixir_moe import records
 from elixir_moe.torch_private import NEWEST, OLDEST
 from elixir_tools.cli.main import main
+from elixir_tools.garbage import uncollected
 from elixir_tools.report import history
 from elixir_tools.train import launch
 from elixir_tools.train.config import TrainConfig
@@ -399,3 +402,11 @@ def test_the_failure_that_others_follow_from_is_told(failures: dict[int, Any], e
     found = launch._first_failure(failures, asked=False)
     assert found is not None and found.exit_code == exit_code
     assert re.match(text, str(found))
+
+
+def test_nothing_is_kept_from_the_collector_with_triton() -> None:
+    """Its bindings report what is alive at the interpreter's exit."""
+    before = gc.get_freeze_count()
+    with mock.patch.dict(sys.modules, {"triton": ModuleType("triton")}), uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == before
