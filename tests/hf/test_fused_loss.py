@@ -94,7 +94,7 @@ def scaled_by_a_hook() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no causal model": (FAMILIES["bert"].build, "BertForMaskedLM: expected a causal language model"),
     "a sequence to a sequence": (FAMILIES["t5"].build, "T5ForConditionalGeneration: expected"),
-    "a head with adapters": (with_adapters, "of a head Linear: expected a Linear or an Embedding"),
+    "a head with adapters": (with_adapters, "of a head of class Linear: expected a Linear or an Embedding"),
     "logits that are changed": (scaled_elsewhere, "final_logit_softcapping, logit_scale"),
     "logits that a hook changes": (scaled_by_a_hook, "final_logit_softcapping, logit_scale"),
 }

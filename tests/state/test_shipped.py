@@ -390,7 +390,7 @@ def test_what_bytes_cannot_be_is_refused_and_nothing_is_changed(
     ("changes", "message"),
     [
         ({"quant_method": "awq"}, "quant_method='awq'; weights are read as shipped in the formats fp8, mxfp4"),
-        ({"weight_block_size": [1, 32]}, "weight_block_size=[1, 32]; of fp8, weight_block_size=[128, 128] is read"),
+        ({"weight_block_size": [1, 32]}, "weight_block_size=[1, 32], expected weight_block_size=[128, 128]"),
         ({"activation_scheme": "static"}, "activation_scheme='static'"),
     ],
 )
