@@ -220,7 +220,9 @@ def test_inputs_of_a_step_are_kept_no_longer_than_the_step() -> None:
     steps = Steps(None, torch.device("cpu"))
     for step in (0, 0, 1, 1):  # nobody asks for the facts
         steps.begin(step)
-        steps.see({"input_ids": torch.full((2, 3), step), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])})
+        steps.record_inputs(
+            {"input_ids": torch.full((2, 3), step), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+        )
         steps.end(torch.tensor(1.0))
     assert [int(inputs["input_ids"][0, 0]) for inputs in steps.inputs] == [1, 1]
     assert [int(count) for count in steps._tokens] == [5, 5]
