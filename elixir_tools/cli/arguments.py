@@ -21,6 +21,18 @@ from elixir_tools.names import DTYPES, LARGEST, OPTIMIZERS, PLANS, TRAINERS, UNQ
 _ABOUT = "Trains mixture-of-experts models, and dense ones, that do not fit the GPUs at hand."
 
 
+def _count(text: str) -> int:
+    """A whole number from a string such as ``7000000000``, ``7e9``, ``7B`` or ``350M``."""
+    factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    try:
+        number = float(text if factor == 1 else text[:-1]) * factor
+        if number < 0 or number != round(number):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"expected a number, as 7000000000, 7e9 or 7B, got {text!r}") from None
+    return round(number)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError."""
 
@@ -253,8 +265,8 @@ class _Template(argparse.Action):
 
 def add_estimate(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of `estimate`."""
-    verb.add_argument("--parameters", type=int, required=True, metavar="N", help="parameters of the model")
-    verb.add_argument("--adapters", type=int, metavar="N", help="parameters of adapters; the model is frozen then")
+    verb.add_argument("--parameters", type=_count, required=True, metavar="N", help="those of the model, as 7e9 or 7B")
+    verb.add_argument("--adapters", type=_count, metavar="N", help="parameters of adapters; the model is frozen then")
     verb.add_argument(
         "--quantize", choices=get_args(SchemeName), help="of frozen parameters; by default they are in bf16"
     )

@@ -139,12 +139,20 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
     [
         ["--parameters", "1" + 400 * "0"],
         ["--adapters", "-1", "--parameters", "1"],
+        ["--parameters", "1.5"],
+        ["--parameters", "7 billions"],
     ],
 )
 def test_an_estimate_of_no_number_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out and f"{arguments[0]}: expected" in err
+
+
+def test_an_estimate_reads_a_number_as_people_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    exact = said(capsys, "estimate", "--parameters", "7000000000")
+    assert exact["rows"] and exact == said(capsys, "estimate", "--parameters", "7e9")
+    assert exact == said(capsys, "estimate", "--parameters", "7B")
 
 
 @pytest.mark.parametrize(("scheme", "each"), [(None, 2.0), ("nf4", 0.5625), ("fp8", 1 + 4 / 128**2)])
