@@ -46,7 +46,7 @@ def run(known: argparse.Namespace) -> int:
         launch.launch(ranks, known.arguments, threads=1)
         return 0
     folder, shown = given.training.output_dir, rank_here() == 0
-    if shown and not known.json and not known.quiet:
+    if shown and given.model.model_name_or_path and not known.json and not known.quiet:
         print(
             f"Fine-tunes {given.model.model_name_or_path} by TRL's {TRAINERS[given.kind]}Trainer, ranks: {ranks}. "
             f"Ctrl-C saves and ends it. Files go to {folder}",
