@@ -8,7 +8,6 @@ import argparse
 import ast
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -17,6 +16,7 @@ import yaml
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.ext import records
+from elixir_moe.ext.options import field_docstrings
 
 T = TypeVar("T")
 
@@ -92,9 +92,7 @@ def docstrings(cls: type) -> dict[str, str]:
         if dataclasses.is_dataclass(kind):
             (definition,) = ast.parse(inspect.getsource(kind)).body
             assert isinstance(definition, ast.ClassDef)
-            for field, text in itertools.pairwise(definition.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+            found |= {name: " ".join(text.split()) for name, text in field_docstrings(definition)}
     fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
     return found | {field.name: field.metadata["help"] for field in fields if "help" in field.metadata}
 

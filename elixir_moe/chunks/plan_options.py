@@ -46,7 +46,7 @@ def options() -> Mapping[str, Option]:
     classes = {node.name: node for node in ast.parse(_source()).body if isinstance(node, ast.ClassDef)}
     functions = {node.name: node for node in classes["Plan"].body if isinstance(node, ast.FunctionDef)}
     presets = {name: functions[name] for name in sorted(PRESETS, key="offload".__ne__)}
-    meanings = {name.removesuffix("_bytes"): text for name, text in _of_fields(classes["Plan"])}
+    meanings = {name.removesuffix("_bytes"): _plain(text) for name, text in field_docstrings(classes["Plan"])}
     for preset in reversed(presets.values()):
         meanings |= _of_arguments(ast.get_docstring(preset) or "")
     types = {name: kind for preset in presets.values() for name, kind in _typed(preset)}
@@ -68,11 +68,11 @@ def _typed(preset: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
             yield argument.arg, eval(text, {"Literal": Literal, "Master": Master, "Moments": Moments}) | None
 
 
-def _of_fields(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def field_docstrings(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """Yields (name, docstring) of the fields of a dataclass."""
     for field, text in itertools.pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            yield ast.unparse(field.target), _plain(ast.literal_eval(text.value))
+            yield ast.unparse(field.target), ast.literal_eval(text.value)
 
 
 def _of_arguments(docstring: str) -> dict[str, str]:
