@@ -77,10 +77,10 @@ def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Fig
     started = time.perf_counter()
     _import_compiler()
     with pretended_ranks(ranks_of(known)) as mesh, Waits(quiet=known.quiet)("building the model without data") as tell:
-        asked, searched = _searched(known, hardware, mesh, tell)
+        asked = _searched(known, hardware, mesh, tell)
         tell("searching what would help, and how far it reaches" if known.thorough else "searching what would help")
         answer = answered(asked)
-    task, choice = asked.task, asked.choice
+    task, choice, searched = asked.found.task, asked.found.choice, asked.found.seconds
     report = _report(known, asked)
     report |= {"profile_seconds": time.perf_counter() - started - searched, "search_seconds": searched}
     report["answer"] = list(answer.sentences)
@@ -98,10 +98,8 @@ def _exact(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Fig
     return 0 if choice is not None else 2
 
 
-def _searched(
-    known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None, tell: Tell
-) -> tuple[Asked, float]:
-    """The question with its fastest plan, and the seconds of the search."""
+def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | None, tell: Tell) -> Asked:
+    """The question with its fastest plan."""
     models: dict[int | None, Planned] = {None: model_of(known, mesh)}
     narrow = DTYPES[known.dtype].itemsize  # a tile's bytes are those of the step's dtype, as most models are loaded
 
@@ -117,18 +115,7 @@ def _searched(
         return made
 
     found = fastest(task)
-    tiles = None if found.tiles is None else size_text(found.tiles).replace(".00", "")
-    asked = Asked(
-        known=known,
-        given=models[found.tiles],
-        task=found.task,
-        choice=found.choice,
-        reason=found.reason,
-        packings=found.packings,
-        tiles=tiles,
-        untiled=found.untiled,
-    )
-    return asked, found.seconds
+    return Asked(known=known, given=models[found.tiles], found=found)
 
 
 @contextmanager
@@ -205,7 +192,7 @@ def _import_compiler() -> None:
 
 
 def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
-    task, choice = asked.task, asked.choice
+    task, choice = asked.found.task, asked.found.choice
     report: dict[str, Any] = {
         "model": asked.given.name,
         "parameters": task.profile.parameters,
@@ -213,7 +200,7 @@ def _report(known: argparse.Namespace, asked: Asked) -> dict[str, Any]:
         "batch_per_gpu": known.batch,
         "seq": known.seq,
         "feasible": choice is not None,
-        "reason": asked.reason,
+        "reason": asked.found.reason,
         "tile": asked.tiles,
     }
     keys = ("chunk_numel", "waste_fraction", "rcache_blocks", "chunks", "device_chunks", "host_chunks", "disk_chunks")
@@ -253,7 +240,7 @@ def _compare(task: Task, choice: PlanCandidate | None) -> Iterator[dict[str, Any
 
 
 def _as_text(known: argparse.Namespace, report: dict[str, Any], answer: Answer, asked: Asked) -> str:
-    task, choice = asked.task, asked.choice
+    task, choice = asked.found.task, asked.found.choice
     lines = [*answer.summary, *answer.further]
     if known.details:
         lines = [f"{report['model']}: {report['parameters']:,} parameters on {task.gpus} x {task.hardware.name}"]

@@ -11,13 +11,13 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from elixir_moe.ext.hardware import Hardware
-from elixir_moe.ext.planner import Packings, PlanCandidate, Task, cost
+from elixir_moe.ext.planner import PlanCandidate, Task, cost
 from elixir_moe.ext.plans import Plan, Tier, seconds_text, size_text
 from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
 from elixir_tools.fit.figures import Figures, memory_lines, speed_lines
 from elixir_tools.fit.largest import Sizes, largest
-from elixir_tools.fit.search import searched
+from elixir_tools.fit.search import Search, searched
 from elixir_tools.fit.tasks import DTYPES, named, quantized_as, reserve_of, task_of
 from elixir_tools.fit.tile_size import tile_bytes
 from elixir_tools.models.lora import Lora
@@ -61,16 +61,13 @@ class Asked:
 
     known: argparse.Namespace
     given: Planned
-    task: Task
-    choice: PlanCandidate | None
-    reason: str
-    """Why there is no plan."""
-    packings: Packings
-    """The layouts of the search, for the question in other memory."""
-    tiles: str | None = None
-    """The size of the tiles in which the model was cut; None if it was not."""
-    untiled: str | None = None
-    """Why the model was not cut into tiles, which might have helped."""
+    found: Search
+    """Its fastest plan, or why there is none."""
+
+    @property
+    def tiles(self) -> str | None:
+        """The size of the tiles in which the model was cut; None if it was not."""
+        return None if self.found.tiles is None else size_text(self.found.tiles).replace(".00", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,29 +84,29 @@ class Answer:
 
 def answered(asked: Asked) -> Answer:
     """The answer to a question."""
-    helps = [] if asked.choice is not None else [*_disk(asked)]
+    helps = [] if asked.found.choice is not None else [*_disk(asked)]
     further: list[str] = []
     if asked.known.thorough:
         further = [*_reach(asked, helped=bool(helps)), *_stick(asked), *_accumulation(asked)]
-    if asked.untiled is not None and asked.choice is None and not helps:
-        helps.append(f"Tiles would need less device memory, but {asked.untiled}.")
+    if asked.found.untiled is not None and asked.found.choice is None and not helps:
+        helps.append(f"Tiles would need less device memory, but {asked.found.untiled}.")
     lines = [_question(asked), *_memory(asked), *helps, *_speed(asked), *further]
-    lines.append(_error(asked.task.hardware, asked.task.gpus))
+    lines.append(_error(asked.found.task.hardware, asked.found.task.gpus))
     command = None
-    if asked.choice is not None:
-        on_disk = bool(asked.choice.plan.disk_chunks)
-        command = sft_words(asked.known, asked.given, asked.task, tiles=asked.tiles, disk=on_disk)
-    if asked.choice is not None:
-        lines.append(f"To paste: {_to_paste(asked, asked.choice)}")
+    if asked.found.choice is not None:
+        on_disk = bool(asked.found.choice.plan.disk_chunks)
+        command = sft_words(asked.known, asked.given, asked.found.task, tiles=asked.tiles, disk=on_disk)
+    if asked.found.choice is not None:
+        lines.append(f"To paste: {_to_paste(asked, asked.found.choice)}")
         lines += [] if command is None else [f"By command: {' '.join(command)}"]
     return Answer(summary=tuple(_summary(asked, helps, command)), further=tuple(further), sentences=tuple(lines))
 
 
 def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) -> Iterator[str]:
-    where = f"{asked.task.gpus} x {asked.task.hardware.name}"
-    if asked.choice is None:
+    where = f"{asked.found.task.gpus} x {asked.found.task.hardware.name}"
+    if asked.found.choice is None:
         yield from wrapped(f"{asked.given.name}, {way_of(asked.known)}: does not fit on {where}.")
-        lacks, _, changes = asked.reason.partition(": ")[2].partition("; ")
+        lacks, _, changes = asked.found.reason.partition(": ")[2].partition("; ")
         smallest, *others = changes.split(", or ")
         yield from wrapped(f"  lacks   {lacks.replace(' too little ', ' of ')}", "          ")
         yield from wrapped(f"Smallest change: {smallest}." + "".join(f" Or {other}." for other in others))
@@ -117,13 +114,13 @@ def _summary(asked: Asked, helps: Sequence[str], command: Sequence[str] | None) 
             yield from wrapped(each)
         return
     yield from wrapped(f"{asked.given.name}, {way_of(asked.known)}: fits on {where}.")
-    figures = Figures.of_choice(asked.choice)
+    figures = Figures.of_choice(asked.found.choice)
     yield from memory_lines(figures)
     yield from speed_lines(figures)
     yield from run_lines(command)
     if command is None:
         yield "In a script:"
-        for line in _to_paste(asked, asked.choice).split("; then: "):
+        for line in _to_paste(asked, asked.found.choice).split("; then: "):
             yield from wrapped(line, "      ", first="  ")
 
 
@@ -213,12 +210,12 @@ def sft_words(
 
 def _disk(asked: Asked) -> Iterator[str]:
     """The disk that makes it fit, if there is none yet."""
-    task = asked.task
+    task = asked.found.task
     if task.disk_bytes != 0:
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
     hardware = gpus.with_disk(task.hardware, _ANY_DISK, None)
-    found = searched(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks), asked.packings).choice
+    found = searched(replace(task, hardware=hardware, disk_bytes=_ANY_DISK // ranks), asked.found.packings).choice
     if found is not None:
         needed = -(-found.size.disk_bytes * ranks // 10**9)
         yield (
@@ -247,11 +244,11 @@ def plan_line(plan: Plan) -> str:
 
 
 def _question(asked: Asked) -> str:
-    known, params = asked.known, asked.task.profile.params
+    known, params = asked.known, asked.found.task.profile.params
     scheme = quantized_as(known)
-    whole = asked.task.profile.parameters if scheme else sum(p.numel for p in params) or 1
+    whole = asked.found.task.profile.parameters if scheme else sum(p.numel for p in params) or 1
     trained = sum(p.numel for p in params if p.key.trainable)
-    of_rank = "" if whole == asked.task.profile.parameters else " of a rank"
+    of_rank = "" if whole == asked.found.task.profile.parameters else " of a rank"
     what = "all parameters" if trained == whole else f"{trained:,} of {whole:,} parameters{of_rank}"
     how = (
         "" if known.lora is None else f" ({Lora.parse(known.lora)}{f', frozen weights in {scheme}' if scheme else ''})"
@@ -266,14 +263,14 @@ def _question(asked: Asked) -> str:
 
 
 def _memory(asked: Asked) -> Iterator[str]:
-    task, choice = asked.task, asked.choice
+    task, choice = asked.found.task, asked.found.choice
     reserve = reserve_of(asked.known, task.hardware)
     kept = (
         f"{size_text(reserve)} of a host's {size_text(task.hardware.cpu_bytes)} are left for the system and the "
         "processes (--ram-reserve)"
     )
     if choice is None:
-        yield f"It does not fit: {asked.reason}. {kept}."
+        yield f"It does not fit: {asked.found.reason}. {kept}."
         return
     device, host = choice.task.held_bytes(choice.size)
     peak = cost.device_peak(choice.task.profile, device, task.imbalance)
@@ -317,22 +314,22 @@ def _updates(choice: PlanCandidate) -> float:
 
 
 def _speed(asked: Asked) -> Iterator[str]:
-    if asked.choice is None:
+    if asked.found.choice is None:
         return
-    seconds = asked.choice.seconds
-    speed = Figures.of_choice(asked.choice).tokens_per_second
+    seconds = asked.found.choice.seconds
+    speed = Figures.of_choice(asked.found.choice).tokens_per_second
     longest = max(("compute", "fetch", "offload"), key=lambda name: getattr(seconds, name))
     bound = {"compute": "compute", "fetch": "transfers to the GPU", "offload": "transfers from the GPU"}[longest]
     yield (
         f"A step takes about {seconds_text(seconds.step)}, {speed:,.0f} tokens a second on "
         f"all GPUs: {bound} {seconds_text(getattr(seconds, longest))}, collectives {seconds_text(seconds.exposed)}, "
-        f"updates {seconds_text(_updates(asked.choice))}."
+        f"updates {seconds_text(_updates(asked.found.choice))}."
     )
 
 
 def _reach(asked: Asked, *, helped: bool) -> Iterator[str]:
     """`helped`: something else is known to make it fit."""
-    known, task, given = asked.known, asked.task, asked.given
+    known, task, given = asked.known, asked.found.task, asked.given
     strategy = strategies.OURS_DISK if task.disk_bytes else strategies.OURS_HOST
     limit = given.positions or LARGEST["seq"][1]
     unit = _TOKENS if limit >= 8 * _TOKENS else 1
@@ -359,14 +356,14 @@ def _reach(asked: Asked, *, helped: bool) -> Iterator[str]:
 
 
 def _stick(asked: Asked) -> Iterator[str]:
-    task, choice = asked.task, asked.choice
+    task, choice = asked.found.task, asked.found.choice
     if task.hardware.one_memory:
         return
     if choice is not None and not choice.plan.offloaded and not choice.task.kept_regions:
         yield "More host memory would change nothing: all state is on the GPUs."
         return
     ranks = min(task.gpus, task.hardware.gpus_per_node)
-    found = searched(replace(task, host_bytes=task.host_bytes + STICK // ranks), asked.packings).choice
+    found = searched(replace(task, host_bytes=task.host_bytes + STICK // ranks), asked.found.packings).choice
     one_more = f"One more stick of {size_text(STICK)} of host memory"
     if found is None:
         yield f"{one_more} would not be enough."
@@ -380,7 +377,7 @@ def _stick(asked: Asked) -> Iterator[str]:
 
 
 def _accumulation(asked: Asked) -> Iterator[str]:
-    choice, task = asked.choice, asked.task
+    choice, task = asked.found.choice, asked.found.task
     if choice is None or _updates(choice) < _SLOW_UPDATE * choice.seconds.step:
         return
     each = (choice.seconds.step - _updates(choice)) / task.accumulation
