@@ -56,10 +56,13 @@ def _run(options: argparse.Namespace, log: Path, end: float) -> int:
     journal.add(built)
     print(f"{journal.device or 'no GPU: toys on the CPU'}; the library: {machine['library']}", flush=True)
     environment = (
-        path_of(site if options.wheels else None) | _extensions(HERE.with_name("torch_extensions")) | _network()
+        path_of(site if options.wheels else None)
+        | _extensions(HERE.with_name("torch_extensions"))
+        | {"XDG_CACHE_HOME": str(HERE.with_name("gpu-proof-cache"))}  # the machine is measured once for all
+        | _network()
     )
     every = steps(log.parent, machine, environment)
-    here = [step for step in every if any(text in step.name for text in options.only)]
+    here = list({step.name: step for text in options.only for step in every if text in step.name}.values())
     if every and not here:
         print(f"no step has one of {options.only} in its name: docs/gpu.md has them", file=sys.stderr)
         return 2
@@ -117,18 +120,22 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="forget the results of earlier calls")
     parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", default=[""], help="only steps with one of these in their name"
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
+        help="only steps with one of these in their name, in this order",
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="the longest the call may take (540)")
-    parser.add_argument("--wheels", type=Path, help="use this Python as it is, with what is lacking from this folder")
+    parser.add_argument(
+        "--wheels", type=Path, help="use this Python as it is, with what is lacking from this folder, if there"
+    )
     options = parser.parse_args(arguments)
     options.out = Path(options.out)
     if options.results and not options.results.is_file():
         parser.error(f"--results {options.results}: there is no such file")
     options.results = options.results.resolve() if options.results else HERE / "results.jsonl"
     options.wheels = options.wheels and options.wheels.resolve()
-    if options.wheels and not options.wheels.is_dir():
-        parser.error(f"--wheels {options.wheels}: there is no such folder")
     return options
 
 

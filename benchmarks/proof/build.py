@@ -3,8 +3,8 @@
 Owns where the library comes from. Without WHEELS the environment must have it (`make setup`). With WHEELS, a folder
 that may be empty, nothing is fetched: what this Python lacks comes from there. The library comes, in this order,
 
-1. from a build of this source tree, if scikit-build-core, nanobind and CMake are installed;
-2. from a wheel in WHEELS whose Python files are those of this tree;
+1. from a wheel in WHEELS whose Python files are those of this tree;
+2. from a build of this source tree, if scikit-build-core, nanobind and CMake are installed;
 3. from the source tree as it is: everything works, but updates in host memory run several times slower.
 
 SITE goes in front of PYTHONPATH (`path_of`); it is rebuilt when a file that it was made from has changed.
@@ -35,11 +35,12 @@ print(json.dumps({
     "device": torch.cuda.get_device_name(0) if there else None,
     "device GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if there else None,
     "capability": torch.cuda.get_device_capability(0) if there else None,
+    "host GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     "host GiB free": round(host_bytes_left() / 2**30, 1),
     "cores": len(os.sched_getaffinity(0)),
     "torch": torch.__version__,
     "kernel": cpu_features(),
-    "lacks": [n for n in ("blake3", "deepspeed", "transformers") if importlib.util.find_spec(n) is None],
+    "lacks": [n for n in ("blake3", "deepspeed", "transformers", "xdist") if importlib.util.find_spec(n) is None],
 }))
 """
 
@@ -101,11 +102,11 @@ def _install(site: Path, wheels: Path) -> str:
         module = {"megatron_core": "megatron"}.get(name, name)
         if name != "elixir_moe" and importlib.util.find_spec(module) is None:
             _pip(site, str(wheel))
-    if _pip(site, "--no-build-isolation", str(ROOT)):
-        return "compiled from this tree"
     mine = [wheel for wheel in wheels.glob("elixir_moe-*.whl") if _is_of_this_tree(wheel)]
     if any(_pip(site, str(wheel)) for wheel in mine):
         return "from a wheel of this tree"
+    if _pip(site, "--no-build-isolation", str(ROOT)):
+        return "compiled from this tree"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for package in PACKAGES:
         shutil.rmtree(site / package, ignore_errors=True)

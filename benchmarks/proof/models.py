@@ -94,9 +94,9 @@ _SHAPES = {
     ),
 }
 _TOYS = {
-    "gpt2-4b": GPTConfig(n_layers=2, **_TOY),
-    "gpt2-5.5b": GPTConfig(n_layers=3, **_TOY),
-    "pr-moe-6b": GPTConfig(n_layers=2, experts=(0, 4), **_TOY, **_PR_MOE),
+    "gpt2-4b": GPTConfig(n_layers=4, **_TOY),
+    "gpt2-5.5b": GPTConfig(n_layers=5, **_TOY),
+    "pr-moe-6b": GPTConfig(n_layers=4, experts=(0, 4, 0, 4), **_TOY, **_PR_MOE),
 }
 
 
@@ -134,7 +134,7 @@ def _qwen3(toy: bool, layers: int | None) -> Model:
     }
     if toy:
         shape |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
-        shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        shape |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         shape |= {"num_experts": 8, "num_experts_per_tok": 2}
     shape["num_hidden_layers"] = min(shape["num_hidden_layers"], layers or shape["num_hidden_layers"])
     config = Qwen3MoeConfig(**shape, use_cache=False, tie_word_embeddings=False)
@@ -165,9 +165,9 @@ def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def fill(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Gives what is on the meta device in `module` memory on the host, in `dtype`, and values."""
+    """Gives what is on the meta device in `module` memory on the host, in `dtype`, and values, alike in all dtypes."""
     with torch.no_grad():
-        draw = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+        draw = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(SEED)).bfloat16().to(dtype)
         for child in list(module.modules()):
             new = {name for name, p in child.named_parameters(recurse=False) if p.is_meta}
             child._apply(lambda t: torch.empty_like(t, device="cpu", dtype=dtype) if t.is_meta else t, recurse=False)

@@ -45,24 +45,27 @@ def steps(out: Path, machine: dict[str, Any], environment: dict[str, str]) -> li
     """
     on_gpu = machine["device"] is not None
     pytest = (_PYTHON, *_PYTEST, "-m", "gpu" if on_gpu else "not gpu and not slow")
+    together = () if "xdist" in machine["lacks"] or not on_gpu else ("-n", str(_PROCESSES))
+    sanitized = {"TORCH_CUDA_SANITIZER": "1"} if on_gpu else {}
+    first, second, *others = MODELS
     found = [
-        Step(name="rates", command=(_PYTHON, "-m", "benchmarks.proof.rates"), seconds=60),
-        Step(name="decoding", command=(_PYTHON, "-m", "benchmarks.proof.decoding"), seconds=60),
-        Step(name="tests", command=(*pytest, "tests/gpu/test_decoders.py", *_OTHER_TESTS * on_gpu), seconds=120),
-        Step(name="parity, dense", command=(*pytest, "tests/gpu/test_parity.py", "-k", "dense"), seconds=120),
-        Step(name="parity, mixtures", command=(*pytest, "tests/gpu/test_parity.py", "-k", "not dense"), seconds=120),
-        Step(name="ranks", command=(*pytest, "tests/gpu/test_ranks.py"), seconds=150),
         Step(
-            name="sanitizer",
-            command=(_PYTHON, "-m", "tests.support.gpu_cases"),
+            name="first parity",
+            command=(*pytest, *together, "tests/gpu/test_parity.py", "-k", _FIRST_PARITY),
             seconds=90,
-            environment={"TORCH_CUDA_SANITIZER": "1"} if on_gpu else {},
         ),
+        *(_case(first, contender, 1) for contender in _QUICK),
+        _module("rates", seconds=60),
+        *(_case(second, contender, 1) for contender in _QUICK),
+        Step(name="tests", command=(*pytest, *together, "tests/gpu", *_OTHER_TESTS * on_gpu), seconds=240),
+        replace(_module("tests.support.gpu_cases", seconds=90), name="sanitizer", environment=sanitized),
+        *(_module("plain", model, seconds=60) for model in MODELS),
+        _module("decoding", seconds=60),
+        *(_case(model, contender, 1) for model in others for contender in ("ours", *MODELS[model][1])),
+        *(_case(model, contender, 4) for model in MODELS for contender in ("ours", *MODELS[model][1])),
+        *(_case(model, peer, 1) for model in (first, second) for peer in MODELS[model][1] if peer not in _QUICK),
+        *(_case(model, "ours", 1, trace=out / f"trace-{model}.json.gz") for model in MODELS),
     ]
-    for accumulation in (1, 4):
-        found += [_case(m, "ours", accumulation) for m in MODELS]
-        found += [_case(m, peer, accumulation) for m, (_, peers) in MODELS.items() for peer in peers]
-    found += [_case(m, "ours", 1, trace=out / f"trace-{m}.json.gz") for m in MODELS]
     return [
         replace(step, environment=environment | step.environment, left_out=_lacking(step, machine["lacks"]))
         for step in found
@@ -78,7 +81,17 @@ def _lacking(step: Step, lacks: list[str]) -> str | None:
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--import-mode=append")
 """Appended, for the library comes from PYTHONPATH, wherever the tests are."""
+_PROCESSES = 8
+"""Processes that test side by side on one GPU, where pytest-xdist is."""
+_FIRST_PARITY = "(dense or mixture) and (zero3 or auto)"
+_QUICK = ("ours", "fsdp2-offload")
+"""What is measured first: a ratio says more than a figure."""
 _OTHER_TESTS = ("tests/optim/test_adam.py", "tests/moe/test_moe.py")
+
+
+def _module(name: str, *arguments: str, seconds: float) -> Step:
+    module = name if "." in name else f"benchmarks.proof.{name}"
+    return Step(name=" ".join((name, *arguments)), command=(_PYTHON, "-m", module, *arguments), seconds=seconds)
 
 
 def _case(model: str, contender: str, accumulation: int, *, trace: Path | None = None) -> Step:
@@ -100,18 +113,26 @@ def trace_name(model: str) -> str:
 
 
 def compared(journal: Journal, model: str, contender: str, accumulation: int) -> dict[str, Any] | None:
-    """The remark of the table on a case, besides its own figures; None if it has no good result."""
+    """The figures of a case, with those that compare it: with ours (``loss_gap``, the largest relative difference of
+    the losses of all steps; ``of_ours``, of tokens a second) and with the bound. None if it has no good result.
+    """
     row, rates = journal.figures(bench_name(model, contender, accumulation)), journal.figures("rates")
-    if row is None or rates is None:
+    if row is None:
         return None
-    seconds, what = bound(rates, row)
-    return row | {"bound_seconds": seconds, "limited_by": what, "of_bound": seconds / row["seconds"]}
+    ours = journal.figures(bench_name(model, "ours", accumulation))
+    if ours is not None:
+        gaps = [abs(a / b - 1) for a, b in zip(row["losses"], ours["losses"], strict=True)]
+        row |= {"loss_gap": max(gaps), "of_ours": row["tokens_per_second"] / ours["tokens_per_second"]}
+    if rates is not None:
+        seconds, what = bound(rates, (ours or {"activation_bytes": 0}) | row, journal.figures(f"plain {model}"))
+        row |= {"bound_seconds": seconds, "limited_by": what, "of_bound": seconds / row["seconds"]}
+    return row
 
 
 def trace_wanted(journal: Journal, model: str) -> bool:
     """Whether ours misses what it should reach."""
     ours = compared(journal, model, "ours", 1)
-    if ours is None:
+    if ours is None or "of_bound" not in ours:
         return False
     peers = [compared(journal, model, peer, 1) for peer in OFFLOADING_PEERS]
     best = max((peer["tokens_per_second"] for peer in peers if peer), default=0.0)

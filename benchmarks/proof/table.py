@@ -6,7 +6,7 @@ Owns its form. Imports only the standard library.
 from typing import Any
 
 from benchmarks.proof.plan import MODELS, bench_name, compared, trace_name
-from benchmarks.proof.steps import GOOD, Journal
+from benchmarks.proof.steps import Journal
 
 GIB = 1 << 30
 
@@ -43,8 +43,9 @@ def page(journal: Journal) -> str:
 
 
 _HEAD = (
-    "model", "layers", "parameters", "GiB limit", "micro-batches", "contender", "first loss", "tokens/s", "s/step",
-    "expected s", "device GiB", "host GiB", "bound s", "limited by", "of the bound", "status",
+    "model", "layers", "parameters", "GiB limit", "micro-batches", "contender", "losses", "loss gap", "tokens/s",
+    "of ours", "s/step", "expected s", "build s", "device GiB", "host GiB", "bound s", "limited by", "of the bound",
+    "status",
 )  # fmt: skip
 
 
@@ -66,18 +67,24 @@ def _rows(journal: Journal) -> list[str]:
 def _figures(row: dict[str, Any] | None, result: dict[str, Any]) -> list[str]:
     if row is None:
         figures = result["figures"] or {}
-        why = figures.get("left_out", "no rates" if result["outcome"] == GOOD else "see below")
-        return [""] * 9 + [f"{result['outcome']}: {why}"]
-    expected, peak = row["predicted_seconds"], row["device_peak_bytes"]
+        why = figures.get("left_out", "see below")
+        return [""] * (len(_HEAD) - 7) + [f"{result['outcome']}: {why}"]
+
+    def cell(name: str, form: str, unit: float = 1) -> str:
+        return "" if row.get(name) is None else format(row[name] / unit, form)
+
     return [
-        f"{row['first_loss']:.3f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['seconds']:.3g}",
-        "" if expected is None else f"{expected:.3g}",
-        "" if peak is None else f"{peak / GIB:.1f}",
-        f"{row['host_peak_bytes'] / GIB:.1f}",
-        f"{row['bound_seconds']:.3g}",
-        row["limited_by"],
-        f"{row['of_bound']:.0%}",
+        f"{row['losses'][0]:.3f} … {row['losses'][-1]:.3f}",
+        cell("loss_gap", ".1e"),
+        cell("tokens_per_second", ".0f"),
+        cell("of_ours", ".2f"),
+        cell("seconds", ".3g"),
+        cell("predicted_seconds", ".3g"),
+        cell("build_seconds", ".0f"),
+        cell("device_peak_bytes", ".1f", GIB),
+        cell("host_peak_bytes", ".1f", GIB),
+        cell("bound_seconds", ".3g"),
+        row.get("limited_by", ""),
+        cell("of_bound", ".0%"),
         result["status"],
     ]

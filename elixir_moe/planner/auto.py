@@ -67,6 +67,8 @@ class Forecast:
     """Bytes the library holds in host memory."""
     disk_bytes: int
     """Bytes the library holds on disk."""
+    activation_bytes: int
+    """The most bytes that a micro-batch's activations take on the device."""
     hardware: Hardware
 
 
@@ -196,6 +198,7 @@ def forecast_of(candidate: PlanCandidate) -> Forecast:
         device_bytes=device,
         host_bytes=host + task.kept_bytes,
         disk_bytes=candidate.size.disk_bytes,
+        activation_bytes=task.profile.activation_bytes,
         hardware=task.hardware,
     )
 

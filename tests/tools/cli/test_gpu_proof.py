@@ -20,8 +20,9 @@ import elixir_moe as em
 from benchmarks.proof import __main__ as proof
 from benchmarks.proof import build
 from benchmarks.proof.bound import bound
-from benchmarks.proof.plan import trace_wanted
+from benchmarks.proof.plan import compared, trace_wanted
 from benchmarks.proof.steps import FAILED, GOOD, LEFT_OUT, OVER_LIMIT, Journal, Step, run
+from benchmarks.proof.table import _HEAD
 from benchmarks.proof.trace import summary
 from elixir_moe import _native
 from elixir_moe.kernels import cpu_features
@@ -169,9 +170,7 @@ def test_what_is_not_there_is_said(fake: dict[str, Any], tmp_path: Path, capsys:
     fake["steps"] = [shell("good", told(x=1))]
     assert called(tmp_path, "--only", "goood") == 2
     assert "no step has one of ['goood'] in its name" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        called(tmp_path, "--wheels", str(tmp_path / "wheels"))
-    assert "wheels: there is no such folder" in capsys.readouterr().err
+    assert called(tmp_path, "--wheels", str(tmp_path / "wheels")) == 0
 
 
 def test_two_calls_do_not_share_a_folder(
@@ -197,12 +196,15 @@ def test_a_trace_is_wanted_where_ours_misses_what_it_should_reach(
 ) -> None:
     journal = Journal(tmp_path / "results.jsonl", None)
     # the bound is 0.08 s: 9 tokens a second reach 90% of it, 8 reach 80%
-    of_ours = row(10**9, 10**9, 16 * 10**9) | {"seconds": 0.8 / ours, "tokens_per_second": ours}
-    of_peer = of_ours | {"seconds": 1.0, "tokens_per_second": peer}
+    of_ours = row(10**9, 10**9, 16 * 10**9) | {"seconds": 0.8 / ours, "tokens_per_second": ours, "losses": [2.0, 1.0]}
+    of_peer = of_ours | {"seconds": 1.0, "tokens_per_second": peer, "losses": [2.0, 1.01]}
     found = {"rates": RATES, "bench gpt2-4b ours x1": of_ours, "bench gpt2-4b fsdp2-offload x1": of_peer}
     for name, figures in found.items():
         journal.add({"step": name, "outcome": GOOD, "figures": figures})
     assert trace_wanted(journal, "gpt2-4b") == wanted
+    against = compared(journal, "gpt2-4b", "fsdp2-offload", 1)
+    assert against is not None and against["of_ours"] == peer / ours
+    assert against["loss_gap"] == pytest.approx(0.01), "the largest of all steps"
 
 
 def test_the_command_needs_the_standard_library_alone() -> None:
@@ -213,20 +215,23 @@ def test_the_command_needs_the_standard_library_alone() -> None:
 
 def test_a_part_of_it_on_the_cpu(tmp_path: Path) -> None:
     """Really run: the build, the machine's rates, decoders, and one contender with its row."""
-    only = ["rates", "decoding", "bench gpt2-4b ours x1"]
+    only = ["bench gpt2-4b ours x1", "rates", "decoding", "plain gpt2-4b"]
     command = [sys.executable, "-m", "benchmarks.proof", "--out", str(tmp_path), "--fresh", "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     log = (tmp_path / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
+    assert list(Journal(tmp_path / "results.jsonl", None).results) == ["build", *only], "not in the order of --only"
     decoders = [
         line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith(("| nf4", "| int8"))
     ]
     assert [float(rate) > 0 for _, *rates in decoders for rate in rates] == [True] * 4
     row = next(line for line in done.stdout.splitlines() if line.startswith("| gpt2-4b |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[5] == "ours" and cells[13] in ("compute", "PCIe", "host Adam")
-    assert cells[15] == "not measured (no GPU)"
-    assert every(float(cells[i]) > 0 for i in (6, 7, 8, 9, 11))
+    of = dict(zip((cell.strip() for cell in _HEAD), cells, strict=True))
+    assert of["contender"] == "ours" and of["limited by"] in ("compute", "PCIe", "host Adam")
+    assert of["status"] == "not measured (no GPU)"
+    assert float(of["of ours"]) == 1 and float(of["loss gap"]) == 0
+    assert every(float(of[name]) > 0 for name in ("tokens/s", "s/step", "expected s", "host GiB", "bound s"))
 
 
 def built(tmp_path: Path) -> dict[str, Any]:
@@ -281,7 +286,8 @@ def test_a_wheel_of_other_sources_is_not_used(tmp_path: Path) -> None:
     assert not build._is_of_this_tree(wheel)
 
 
-RATES = {"matmul_flops": 1e12, "copy_bytes_per_second": 1e9, "host_adam_parameters_per_second": 1e8}
+RATES = {"matmul_flops": 1e12, "up_bytes_per_second": 1e9, "host_adam_parameters_per_second": 1e8}
+PLAIN = {"layers": 2, "seconds": 3.0, "layer_seconds": 0.5}
 
 
 def row(parameters: int, trained: int, device_bytes: int) -> dict[str, Any]:
@@ -311,6 +317,12 @@ def row(parameters: int, trained: int, device_bytes: int) -> dict[str, Any]:
 )
 def test_the_bound_is_the_longest_of_what_must_be_done(of: dict[str, Any], seconds: float, what: str) -> None:
     assert bound(RATES, of) == (pytest.approx(seconds), what)
+
+
+def test_the_bound_of_compute_is_that_of_plain_torch() -> None:
+    """The shallow model, and each of its further layers, in every micro-batch."""
+    of = row(10**9, 10**9, 16 * 10**9) | {"layers": 10, "micro_batches": 3}
+    assert bound(RATES, of, PLAIN) == (pytest.approx(3 * (3.0 + 8 * 0.5)), "compute")
 
 
 def test_the_summary_of_a_trace_adds_up(tmp_path: Path) -> None:
