@@ -299,7 +299,7 @@ import sys
 import elixir_moe as em
 
 assert "torch" not in sys.modules and not hasattr(em, "no_such_name")
-import elixir_tools.models.gpt, elixir_tools.train.training  # which import the files of public functions
+import elixir_tools.models.gpt, elixir_tools.train.trainer  # which import the files of public functions
 from elixir_moe import *
 from elixir_moe import public
 

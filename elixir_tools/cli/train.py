@@ -43,8 +43,8 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     # Imported here, where signals are answered already.
     from elixir_tools.train import config as configs
     from elixir_tools.train.directory import check_directory, claim_directory
-    from elixir_tools.train.loop import Stopped, train
     from elixir_tools.train.report import Console
+    from elixir_tools.train.trainer import Stopped, train
     from elixir_tools.train.waiting import Waits
     from elixir_tools.watch.supervisor import DIVERGED
 

@@ -26,7 +26,7 @@ from elixir_moe.ext.models import require_wrapped
 from elixir_moe.ext.ranks import gathered, raise_on_all_ranks
 from elixir_moe.ext.trainer import SET_ASIDE_FOLDER, GoBack, StepCallback, why_incomplete
 from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim
-from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes, totals
+from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes
 from elixir_tools.report.timeline import recorded
 from elixir_tools.watch import control as controls
 from elixir_tools.watch.control import Control, Signals, changes
@@ -327,7 +327,6 @@ class Records(StepCallback):
             return
         found = inspect(model)
         facts = found.facts(args.gradient_accumulation_steps)
-        self._planned = totals(facts["planned_bytes"])
         if self._files is not None:  # the run has gone back
             self._files.go_back(state.global_step)
             return
@@ -408,7 +407,6 @@ class Records(StepCallback):
             process_bytes=process_bytes(args.device),
             tokens_per_expert=dict(facts.tokens_per_expert),
             val_loss=None,
-            planned_bytes=self._planned,
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:

@@ -52,7 +52,7 @@ class StepRecord:
     activations: dict[str, dict[str, float]] = field(default_factory=dict)
     """By module: figures of its output for rank 0's first validation batch; empty without `run.activations`."""
     planned_bytes: dict[str, int] = field(default_factory=dict)
-    """By tier: bytes that this step's plan foresees on rank 0."""
+    """By tier: bytes that this step's plan foresees on rank 0, which `RunFiles` adds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +121,13 @@ class RunFiles:
         """Files that could not be written, which was reported."""
         self.kept: list[dict[str, Any]] = []
         """The records of the steps before those of this start."""
+        self._planned: dict[str, int] = {}
+        """By tier: bytes that the plan foresees."""
         self._go_back(done)
 
     def step(self, record: StepRecord) -> dict[str, Any]:
         """Records a step; returns the record as plain data."""
-        plain: dict[str, Any] = finite(asdict(record))
+        plain: dict[str, Any] = finite(asdict(record) | {"planned_bytes": self._planned})
         with self.goes_on_without("metrics.jsonl"):
             self._metrics.write(json.dumps(plain, allow_nan=False) + "\n")
             self._metrics.flush()
@@ -164,10 +166,11 @@ class RunFiles:
         self.write("status.json", json.dumps(facts) + "\n")
 
     def plan(self, plan_json: str, facts: Mapping[str, Any]) -> str | None:
-        """Writes the plan and where the model lives.
+        """Writes the plan and where the model lives: `facts` are those of `em.inspect`.
 
         Returns what differs from the plan of the run's previous start, as text; None if nothing does.
         """
+        self._planned = totals(facts["planned_bytes"])
         path = self._directory / "plan.json"
         before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else plan_json
         self.write("plan.json", plan_json + "\n")

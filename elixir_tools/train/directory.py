@@ -1,10 +1,14 @@
 """The run directory of `elixir-moe train`: whether a run may begin or continue there, and from which checkpoint.
 
-Owns the checks, and what a run that begins removes of the one before. `report.directory` has the files and the lock.
+Owns the checks, what a run that begins removes of the one before, and where checkpoints of an abandoned course go.
+`report.directory` has the files and the lock.
 """
 
+import itertools
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.ext.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
+    Manifest,
+    checkpoints,
     decode,
     is_checkpoint,
     is_marked,
@@ -110,6 +116,38 @@ def extra_of(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(extra, dict) or {"progress", "settings"} - extra.keys():
         raise ConfigError(f"run.resume: {str(checkpoint)!r} was not saved by elixir-moe train: load it with em.load")
     return extra
+
+
+def last_before(directory: Path, step: int) -> Path | None:
+    """The latest complete checkpoint of a run with fewer than `step` steps; None if there is none."""
+    steps = {path: extra_of(path)["progress"]["step"] for path in _complete(directory / CHECKPOINTS)}
+    return next((path for path in reversed(steps) if steps[path] < step), None)
+
+
+def move_apart(directory: Path, step: int) -> Iterator[str]:
+    """Moves checkpoints of steps after `step`, complete or damaged, out of the regular ones; yields what was moved."""
+    room = directory / CHECKPOINTS
+    whole = _complete(room)
+    for path in sorted(room.iterdir()) if room.is_dir() else ():
+        own = path.name.removeprefix("step-")
+        if path.name != own and own.isdecimal() and int(own) > step:
+            target = path_apart(directory, int(own))
+            target.parent.mkdir(exist_ok=True)
+            shutil.move(path, target)  # `checkpoints` may be a link to another file system
+            yield f"{path.name}{'' if path in whole else ', which is damaged,'} is now {target}"
+
+
+def path_apart(directory: Path, step: int) -> Path:
+    """An unused path for the state after `step` outside the regular checkpoints."""
+    path = directory / APART / f"step-{step:08d}"
+    again = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], again) if not free.exists())
+
+
+def _complete(room: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the latest last."""
+    found = checkpoints(room) if room.is_dir() else ()
+    return [path for path, manifest in found if isinstance(manifest, Manifest)]
 
 
 def _chosen(config: TrainConfig, data: Text) -> Path | None:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from elixir_moe import inspect
+from elixir_moe import Inspection
 from elixir_moe.errors import ElixirError, TierError
+from elixir_moe.ext.measure import is_out_of_memory
 from elixir_moe.ext.ranks import abort_nccl, world_timeout
 from elixir_tools.train.config import PlanConfig, TrainConfig
-from elixir_tools.train.training import Training
 
 _KEY = "out of memory"
 _BROKEN = ("gloo", "onnection", "Timed out", "timed out", "Broken pipe", "Socket")
@@ -65,18 +65,17 @@ class Scarcity:
         self._config = config
         self._steps: Iterator[tuple[PlanConfig, int]] | None = None
 
-    def next(self, training: Training) -> TrainConfig:
-        """Settings for the next try. Raises TierError if none are left."""
-        config, found = self._config, inspect(training.model)
-        rows, blocks = config.run.global_batch // training.replicas, found.plan.blocks(found.layout)
+    def next(self, found: Inspection, rows: int, accumulation: int) -> TrainConfig:
+        """Settings for the next try; `rows` and `accumulation` as in `smaller`. Raises TierError if none are left."""
+        config, blocks = self._config, found.plan.blocks(found.layout)
         if self._steps is None:
             least = 1 if found.schedule is None else found.schedule.least_blocks()
-            self._steps = smaller(config.plan, blocks, least, rows, training.progress.accumulation)
+            self._steps = smaller(config.plan, blocks, least, rows, accumulation)
         self.tries += 1
         smaller_one = next(self._steps, None) if self.tries <= config.watch.memory_tries else None
         if smaller_one is None:
             raise TierError(
-                f"out of memory even with {training.progress.accumulation} micro-batches a rank and an rCache "
+                f"out of memory even with {accumulation} micro-batches a rank and an rCache "
                 f"of {blocks} blocks: use more ranks, a smaller model, or plan.kind=offload"
             )
         plan, accumulation = smaller_one
@@ -91,6 +90,24 @@ def is_broken_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
     )
+
+
+def can_be_redone(error: Exception, store: Any, *, updating: bool) -> bool:
+    """Whether some rank is out of memory, and can redo its step. `updating`: this rank cannot.
+
+    Every rank calls it with its own error.
+    """
+    short = is_out_of_memory(error)
+    if not short and not is_broken_collective(error):
+        return False
+
+    def exchange() -> tuple[str, bool] | None:
+        if short:
+            say_so(store, dist.get_rank(), redoable=not updating)
+        return who(store)
+
+    found = ask(exchange)
+    return found is not None and found[1]
 
 
 def say_so(store: Any, rank: int, *, redoable: bool) -> None:

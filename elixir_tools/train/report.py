@@ -5,7 +5,7 @@ Owns what is shown. `report.records` has the files. Only rank 0 has a `Report`. 
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors.torch import save_file
 
+from elixir_moe import Inspection
 from elixir_moe.ext.plans import seconds_text, size_text
 from elixir_tools.report.history import losses_of
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text
+from elixir_tools.train.config import RunConfig
 
 _COLUMNS = {
     "chunk_group": "chunk group",
@@ -38,18 +40,15 @@ class Report(RunFiles):
         self,
         console: Console,
         directory: Path,
-        *,
-        steps: int,
-        log_every: int,
+        run: RunConfig,
         bigram_loss: float | None,
         done: int = 0,
         details: bool = False,
     ) -> None:
         """`done`: steps already done by a resumed run; records of later steps are dropped. `details`: the plan is shown
         in full."""
-        self._details, self._console = details, console
-        self._steps, self._log_every, self.bigram_loss = steps, log_every, bigram_loss
-        self._first = done + 1
+        self._console, self._run, self.bigram_loss, self._details = console, run, bigram_loss, details
+        self._first, self._compared = done + 1, False
         super().__init__(directory, self.say, done=done)
         self._train_losses, self._val_losses = losses_of(self.kept)
         self._progress = Progress(
@@ -61,7 +60,7 @@ class Report(RunFiles):
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("", total=steps, completed=done)
+        self._task = self._progress.add_task("", total=run.steps, completed=done)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -84,14 +83,37 @@ class Report(RunFiles):
         """Prints a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def show_plan(self, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], explanation: str) -> None:
-        """Shows where the model lives, and with `details` the plan."""
+    def begin(
+        self, description: Iterable[str], found: Inspection, accumulation: int, source: Path | None, step: int
+    ) -> None:
+        """Shows and records what is trained, where the model lives, and from which checkpoint, if any."""
+        lines = list(description)
+        for line in lines:
+            self.say(line)
+        self.about({line[:12].rstrip(): line[12:] for line in lines})
+        facts = found.facts(accumulation)
         more = "" if self._details else "; --details shows the plan"
         self.say(f"memory      of a rank: {planned_text(facts['planned_bytes'])}{more}")
         if self._details:
-            self._show(rows)
-            if explanation:
-                self.say(explanation)
+            self._show(found.rows)
+            if found.plan.explanation:
+                self.say(found.plan.explanation)
+        changed = self.plan(found.plan.to_json(), facts)
+        if found.prediction is not None:
+            self.say(f"time        {seconds_text(found.prediction.step_seconds)} a step, predicted")
+        if source is not None:
+            other = "" if changed is None else f", under another plan: {changed}"
+            self.event(step, "resumed", f"from {source}, step {step}{other}")
+
+    def compare_time(self, found: Inspection) -> None:
+        """Shows the measured time of a step next to the predicted one, once, as soon as it is known."""
+        prediction = found.prediction
+        if self._compared or prediction is None or prediction.measured_seconds is None:
+            return
+        self._compared = True
+        learned = "; the next start plans with what was measured" * prediction.is_off
+        expected = f"{seconds_text(prediction.step_seconds)} were predicted"
+        self.say(f"time        {seconds_text(prediction.measured_seconds)} a step; {expected}{learned}")
 
     def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The state as a table, one row per chunk group."""
@@ -109,8 +131,8 @@ class Report(RunFiles):
         if record.val_loss is not None:
             self._val_losses.append((record.step, record.val_loss))
         self._progress.update(self._task, completed=record.step, description=f"loss {record.loss:.3f}")
-        due = not self._console.is_terminal and record.step % self._log_every == 0
-        if due or record.val_loss is not None or record.step in (self._first, self._steps):
+        due = not self._console.is_terminal and record.step % self._run.log_every == 0
+        if due or record.val_loss is not None or record.step in (self._first, self._run.steps):
             self.say(self._line(record))
         return plain
 

@@ -1,7 +1,7 @@
 """Requests from outside to a run: to end, by a signal; new settings or a save, by `control.yaml`.
 
-Owns the signal handlers and the reading of the file. `loop` acts on requests between two steps, on all ranks. Before
-the first step, a signal ends the process. So does a second Ctrl-C at any time.
+Owns the signal handlers and the reading of the file. The trainer acts on requests between two steps, on all ranks.
+Before the first step, a signal ends the process. So does a second Ctrl-C at any time.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Decides what to do with a step, from its loss, gradient norm and other figures.
 
-Owns the decisions and nothing else. Its input is agreed on by all ranks, so all ranks decide alike; `loop` carries the
-decision out. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1): trends of the loss, scales
-of tensors, resources that exceed the allowable time, and a divergence that is identified, logged and ended with its
-state saved.
+Owns the decisions and nothing else. Its input is agreed on by all ranks, so all ranks decide alike; the trainer carries
+the decision out. Reads no clock, file or tensor. Source: the supervision layer of HTMS (3.2.1): trends of the loss,
+scales of tensors, resources that exceed the allowable time, and a divergence that is identified, logged and ended with
+its state saved.
 
 A loss is *off* if it is more than `deviations` robust standard deviations above the median of the last good losses. The
 robust standard deviation is 1.4826 times the median distance from the median, and at least 2 % of the median.

@@ -32,8 +32,8 @@ from elixir_moe.memory.host_mapping import SharedFile
 from elixir_tools import settings
 from elixir_tools.cli import main as cli
 from elixir_tools.models.gpt import GPT
-from elixir_tools.train import training
-from elixir_tools.train.loop import Loop
+from elixir_tools.train import trainer
+from elixir_tools.train.trainer import Trainer
 from tests.support.checkpoint_cases import assert_same
 from tests.support.shared_memory import abandoned, holders, sessions_of
 from tests.support.train_cases import last_state, settings_of, written
@@ -113,14 +113,14 @@ def rank_main(out: Path, rank: int, port: int, point: Point | None, counts: Any)
     os.dup2(os.open(out.parent / f"said-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     torch.set_num_threads(1)
     counter = Counter(point if point is not None and point.rank == rank else None)
-    step = Loop.step
+    step = Trainer.step
 
-    def counting(loop: Loop) -> None:
-        Loop.step = step  # type: ignore[method-assign]
+    def counting(of: Trainer) -> None:
+        Trainer.step = step  # type: ignore[method-assign]
         counter.start()
-        step(loop)
+        step(of)
 
-    Loop.step = counting  # type: ignore[method-assign]
+    Trainer.step = counting  # type: ignore[method-assign]
     make = SharedFile.__init__
 
     def noting(file: SharedFile, nbytes: int) -> None:
@@ -130,7 +130,7 @@ def rank_main(out: Path, rank: int, port: int, point: Point | None, counts: Any)
 
     SharedFile.__init__ = noting  # type: ignore[method-assign]
     if "shared_frozen: true" in (out.parent / "run.yaml").read_text():
-        training.GPT = Frozen  # type: ignore[misc]
+        trainer.GPT = Frozen  # type: ignore[misc]
     faulthandler.dump_traceback_later(_TIMEOUT_SECONDS / 2)
     code = cli.main(["train", "--config", str(out.parent / "run.yaml"), "--run.out", str(out)])
     if counts is not None:
@@ -144,7 +144,7 @@ def start(out: Path, point: Point | None = None, counts: Any = None) -> list[int
     """Runs all ranks to their ends; their exit codes, by rank."""
     context = multiprocessing.get_context("forkserver")
     helpers = [f"tests.support.{name}" for name in ("checkpoint_cases", "train_cases")]
-    context.set_forkserver_preload(["elixir_tools.train.loop", *helpers])
+    context.set_forkserver_preload(["elixir_tools.train.trainer", *helpers])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -44,7 +44,7 @@ from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.wrapping.materialize import _Sources
 from elixir_moe.wrapping.weight_transfer import WeightTransfer
 from elixir_tools.models.gpt import _joined
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Trainer
 from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import settings_of
@@ -710,5 +710,5 @@ def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
         ranks=1,
         progress=SimpleNamespace(accumulation=1),
     )
-    lines = list(Training.description(training))
+    lines = list(Trainer.description(training))
     assert any("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line for line in lines) == said

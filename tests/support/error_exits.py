@@ -29,7 +29,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_tools import settings
 from elixir_tools.cli import main as cli
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Trainer
 from tests.support.train_cases import settings_of
 
 UNCAUGHT, OWN = 1, 41
@@ -224,15 +224,15 @@ def command(kind: str, fault: str, rank: int, out: Path) -> int:
         out.parent.joinpath("ready").rename(out.parent / "run.yaml")
     while not (out.parent / "run.yaml").exists():  # the ranks have no other way to meet yet
         os.sched_yield()
-    forward_backward = Training.forward_backward
+    forward_backward = Trainer.forward_backward
 
-    def failing(training: Training, *, early: bool = False) -> float:
+    def failing(training: Trainer, *, early: bool = False) -> float:
         loss = forward_backward(training, early=early)
         if training.progress.step == 2 and "step" in fault and rank == int("rank 1" in fault):
             raise RuntimeError("the fault")
         return float("nan") if "finite" in fault else loss
 
-    Training.forward_backward = failing  # type: ignore[method-assign]
+    Trainer.forward_backward = failing  # type: ignore[method-assign]
     line = COMMANDS[kind][fault][0].format(out=out, run=out.parent / "run.yaml")
     return cli.main(line.split())
 

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from elixir_tools.cli import main as cli
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Trainer
 
 
 def main() -> int:
     out, rank, told, *options = sys.argv[1:]
     faults = {int(step): fault for step, _, fault in (text.partition("=") for text in told.split(","))}
-    forward_backward = Training.forward_backward
+    forward_backward = Trainer.forward_backward
 
-    def meeting(training: Training, *, early: bool = False) -> float:
+    def meeting(training: Trainer, *, early: bool = False) -> float:
         fault = faults.get(training.progress.step + 1)
         mark = Path(f"{out}.{fault}")
         if fault and dist.get_rank() == int(rank) and not mark.exists():
@@ -35,7 +35,7 @@ def main() -> int:
                 handle.remove()
         return forward_backward(training, early=early)
 
-    Training.forward_backward = meeting  # type: ignore[method-assign]
+    Trainer.forward_backward = meeting  # type: ignore[method-assign]
     arguments = ["train", "--config", f"{out}.yaml", "--run.out", out]
     for option in options:
         key, _, value = option.partition("=")

@@ -21,9 +21,8 @@ from elixir_tools.report.directory import CONTROL
 from elixir_tools.train.config import TrainConfig
 from elixir_tools.train.data import Text, load_text
 from elixir_tools.train.directory import claim_directory
-from elixir_tools.train.loop import Stopped, train
 from elixir_tools.train.report import Console
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Stopped, Trainer, train
 from tests.support.checkpoint_cases import everything
 
 SAME = ("step", "loss", "grad_norm", "lr", "val_loss", "tokens_per_expert")
@@ -60,15 +59,15 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
     What happens at 0 happens while the model is wrapped. Returns how it ended, what the last checkpoint holds, and what
     rank 0 wrote.
     """
-    update, wrapping = Training.update, Training._wrap
+    update, wrapping = Trainer.update, Trainer._wrap
     done: set[int] = set()
 
-    def beginning(training: Training, model: Any) -> Any:
+    def beginning(training: Trainer, model: Any) -> Any:
         if at and 0 in at:
             FAULTS[at[0]](training, dist.get_rank() == on)
         return wrapping(training, model)
 
-    def updating(training: Training) -> None:
+    def updating(training: Trainer) -> None:
         update(training)
         step = training.progress.step
         if at and step in at and step not in done:
@@ -80,7 +79,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
             else:
                 FAULTS[what](training, dist.get_rank() == on)
 
-    Training.update, Training._wrap = updating, beginning  # type: ignore[method-assign]
+    Trainer.update, Trainer._wrap = updating, beginning  # type: ignore[method-assign]
     console, ended, claim = Console(file=io.StringIO()), "", None
     try:
         text = config.load_data() if whole_text else text_of(config)
@@ -91,7 +90,7 @@ def run(config: TrainConfig, at: dict[int, str] | None = None, on: int = 0, whol
     except (ElixirError, Ending) as error:
         ended = f"{type(error).__name__} {error}"
     finally:
-        Training.update, Training._wrap = update, wrapping  # type: ignore[method-assign]
+        Trainer.update, Trainer._wrap = update, wrapping  # type: ignore[method-assign]
         if claim is not None:
             claim.release()
     dist.barrier()
@@ -115,30 +114,30 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _signal(number: int) -> Callable[[Training, bool], None]:
-    def fault(training: Training, here: bool) -> None:
+def _signal(number: int) -> Callable[[Trainer, bool], None]:
+    def fault(training: Trainer, here: bool) -> None:
         if here:
             os.kill(os.getpid(), number)
 
     return fault
 
 
-def _memory_budget(training: Training) -> Path:
+def _memory_budget(training: Trainer) -> Path:
     return Path(training.config.run.out) / "checkpoints"
 
 
-def _twice(training: Training, here: bool) -> None:
+def _twice(training: Trainer, here: bool) -> None:
     if here:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end(training: Training, here: bool) -> None:
+def _end(training: Trainer, here: bool) -> None:
     training.optimizer.close()
     raise Ending
 
 
-def _poison(training: Training, here: bool) -> None:
+def _poison(training: Trainer, here: bool) -> None:
     """The next forward on one rank finds a NaN: in the sample table it uses."""
     if here:
         module = dict(training.model.named_modules())["blocks.0.mlp"]
@@ -162,12 +161,12 @@ def burst(_module: Any, _args: Any, output: Any) -> Any:
     return output * -50
 
 
-def _burst(training: Training, _here: bool) -> None:
+def _burst(training: Trainer, _here: bool) -> None:
     """From now on losses are far too high, on all ranks."""
     dict(training.model.named_modules())["norm"].register_forward_hook(burst)
 
 
-def _starve(training: Training, _here: bool) -> None:
+def _starve(training: Trainer, _here: bool) -> None:
     """From now on expert 2 gets no token of any rank."""
     router = dict(training.model.named_modules())["blocks.1.mlp.router"]
     router.register_forward_hook(
@@ -175,7 +174,7 @@ def _starve(training: Training, _here: bool) -> None:
     )
 
 
-FAULTS: dict[str, Callable[[Training, bool], None]] = {
+FAULTS: dict[str, Callable[[Trainer, bool], None]] = {
     "SIGINT": _signal(signal.SIGINT),
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGUSR1": _signal(signal.SIGUSR1),

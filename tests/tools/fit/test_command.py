@@ -206,7 +206,7 @@ def test_a_trillion_parameters_on_512_gpus(tmp_path: Path) -> None:
 APART = """
 import sys, elixir_tools.cli.main, elixir_tools.cli.plan
 if __name__ == "__main__":
-    heavy = ["rich", "yaml", "torch._dynamo", "elixir_tools.train.loop"]
+    heavy = ["rich", "yaml", "torch._dynamo", "elixir_tools.train.trainer"]
     heavy += ["torch.distributed.elastic.multiprocessing"]
     print([name for name in heavy if name in sys.modules])
     for arguments in {commands}:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Trainer
 from elixir_tools.watch.supervisor import Observation, Supervisor, Verdict, WatchConfig
 from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
@@ -78,7 +78,7 @@ def scales_of_tiles() -> None:
     model: Any = em.tile(torch.nn.Sequential(torch.nn.Linear(16, 64)), at_most=1024)
     assert len(list(model.parameters())) > 2
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.zero3())
-    scales: Any = Training.scales(SimpleNamespace(wrapped=model._elixir))  # type: ignore[arg-type]
+    scales: Any = Trainer.scales(SimpleNamespace(wrapped=model._elixir))  # type: ignore[arg-type]
     state = em.full_state_dict(model, all_ranks=True)
     optimizer.close()
     assert scales == {name: pytest.approx(value.square().mean().sqrt().item()) for name, value in state.items()}

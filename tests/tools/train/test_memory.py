@@ -193,14 +193,12 @@ def test_groups_are_aborted_before_they_are_destroyed(monkeypatch: pytest.Monkey
     assert order == ["abort", "destroy", "init"]
 
 
-def test_a_smaller_setting_validates_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_setting_validates_the_same_rows() -> None:
     """In more batches, each of which has fewer rows."""
     run = {"out": "x", "global_batch": 8, "accumulation": 2, "eval_batches": 3}
     config = settings.build(TrainConfig, {"model": {}, "plan": {"kind": "ddp"}, "run": run})
-    found = SimpleNamespace(plan=SimpleNamespace(blocks=lambda layout: 1), layout=None, schedule=None)
-    monkeypatch.setattr("elixir_tools.train.memory.inspect", lambda model: found)
-    training: Any = SimpleNamespace(model=None, replicas=1, progress=SimpleNamespace(accumulation=2))
+    found: Any = SimpleNamespace(plan=SimpleNamespace(blocks=lambda layout: 1), layout=None, schedule=None)
     scarcity = memory.Scarcity(config)
     for batches, rows in ((6, 2), (12, 1)):
-        next_one = scarcity.next(training)
+        next_one = scarcity.next(found, 8, 2)
         assert (next_one.run.eval_batches, next_one.micro_batch) == (batches, rows)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elixir_tools.report.records import StepRecord
+from elixir_tools.train.config import RunConfig
 from elixir_tools.train.report import Console, Report
 
 
@@ -38,7 +39,7 @@ def test_a_report_is_written_to_no_place_that_a_link_leads_to(tmp_path: Path) ->
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "out" / "status.json.part").symlink_to(tmp_path / "precious")
     console = Console(file=io.StringIO())
-    with Report(console, tmp_path / "out", steps=1, log_every=1, bigram_loss=None) as report:
+    with Report(console, tmp_path / "out", RunConfig(out="out", steps=1), None) as report:
         report.status("running", 0, None)
     assert (tmp_path / "precious").read_text() == "mine"
     assert json.loads((tmp_path / "out" / "status.json").read_text())["state"] == "running"
@@ -48,7 +49,7 @@ def test_a_report_is_written_to_no_place_that_a_link_leads_to(tmp_path: Path) ->
 def test_a_full_disk_is_said_once_for_each_file_and_the_run_goes_on(tmp_path: Path) -> None:
     said = io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Report(Console(file=said, width=400), tmp_path, steps=9, log_every=9, bigram_loss=None) as report:
+    with Report(Console(file=said, width=400), tmp_path, RunConfig(out="out", steps=9, log_every=9), None) as report:
         report.status("running", 0, None)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         try:

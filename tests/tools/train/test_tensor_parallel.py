@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_tools.train.training import Training
+from elixir_tools.train.trainer import Trainer
 from tests.support.every import every
 from tests.support.ranks import RankPool
 from tests.support.train_cases import run, settings_of
@@ -56,19 +56,19 @@ def test_losses_are_those_of_one_rank_also_after_a_resume_with_another_tp(
 
 def short_of_memory(config: Any) -> dict[str, Any]:
     """(rank) The run, in which the last rank finds no memory in step 3, once."""
-    before, tries = Training.forward_backward, []
+    before, tries = Trainer.forward_backward, []
 
-    def forward_backward(training: Training, *, early: bool = False) -> float:
+    def forward_backward(training: Trainer, *, early: bool = False) -> float:
         if training.progress.step == 2 and dist.get_rank() == dist.get_world_size() - 1 and not tries:
             tries.append(1)
             raise torch.OutOfMemoryError("out of memory, so the test says")
         return before(training, early=early)
 
-    Training.forward_backward = forward_backward  # type: ignore[method-assign]
+    Trainer.forward_backward = forward_backward  # type: ignore[method-assign]
     try:
         return run(config)
     finally:
-        Training.forward_backward = before  # type: ignore[method-assign]
+        Trainer.forward_backward = before  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -35,8 +35,7 @@ from elixir_tools.train.config import OptimizerConfig, PlanConfig, RunConfig, Tr
 from elixir_tools.train.data import load_text
 from elixir_tools.train.directory import claim_directory
 from elixir_tools.train.launch import program
-from elixir_tools.train.loop import _check_alike
-from elixir_tools.train.training import lr_factor
+from elixir_tools.train.trainer import check_alike, lr_factor
 from tests.state.test_checkpoint_files import write_small
 from tests.support.every import every
 from tests.support.ranks import RankError, RankPool
@@ -140,7 +139,7 @@ def compare_with_others(name: str, out: str) -> None:
     if dist.get_rank() == 1:
         config = config_of(Path(out), steps=3 + (name == "steps"))
         mine = replace(mine, train=mine.train[: -1 if name == "text" else None])
-    _check_alike(config, mine)
+    check_alike(config, mine)
 
 
 @pytest.mark.parametrize("name", ["steps", "text", "neither"])
