@@ -1,4 +1,4 @@
-"""The CPU Adam step on its own: against DeepSpeed's, against the memory's speed, and with narrow state against itself.
+"""The Adam step on its own: against DeepSpeed's, against the memory's speed, and with narrow state against itself.
 
 Owns these three measurements. The step is the one of mixed precision: a bf16 gradient in, fp32 weight and moments
 updated, a bf16 weight out; 28 bytes a parameter pass the memory bus if nothing is read or written twice.
@@ -7,6 +7,7 @@ updated, a bf16 weight out; 28 bytes a parameter pass the memory bus if nothing 
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,14 @@ _HYPER = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay":
 
 
 class Shard:
-    """A shard's state and gradient, drawn at random."""
+    """A shard's state and gradient, drawn at random on a device."""
 
-    def __init__(self, numel: int) -> None:
-        generator = torch.Generator().manual_seed(SEED)
-        self.master = torch.randn(numel, generator=generator)
-        self.exp_avg = 1e-2 * torch.randn(numel, generator=generator)
-        self.exp_avg_sq = 1e-4 * torch.rand(numel, generator=generator)
-        self.gradient = (1e-2 * torch.randn(numel, generator=generator)).bfloat16()
+    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
+        draw: Any = {"generator": torch.Generator(device).manual_seed(SEED), "device": device}
+        self.master = torch.randn(numel, **draw)
+        self.exp_avg = 1e-2 * torch.randn(numel, **draw)
+        self.exp_avg_sq = 1e-4 * torch.rand(numel, **draw)
+        self.gradient = (1e-2 * torch.randn(numel, **draw)).bfloat16()
         self.compute = self.master.bfloat16()
 
 

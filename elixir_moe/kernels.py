@@ -1,16 +1,19 @@
 """The optimizer's arithmetic on one shard, in host or device memory.
 
-Owns the choice between the native kernels (csrc/), torch's fused ones and plain torch; never decides when to step, and
-holds no state. The compute shard is written in the same pass as the master shard, which keeps an offloaded parameter's
-traffic at six bytes per step.
+Owns the choice between the native kernels (csrc/), those in Triton, torch's fused ones and plain torch; never decides
+when to step, and holds no state. The compute shard is written in the same pass as the master shard, which keeps an
+offloaded parameter's traffic at six bytes per step.
 """
 
 import hashlib
 import math
 import os
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
@@ -19,7 +22,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.utils.dlpack import to_dlpack
 
 from elixir_moe.native import native as _native
-from elixir_moe.torch_private import fused_adam, fused_adamw
+from elixir_moe.torch_private import fused_adam, fused_adamw, has_triton
 
 NORM_ROW_NUMEL = 4096
 """Number of elements whose squares are summed in fp32 at a time."""
@@ -193,22 +196,23 @@ def adam_step(
     The arithmetic is that of `torch.optim.Adam` and `AdamW` in float32, on the gradient `grad.float() * grad_scale`.
     In host memory the order of operations is that of their one-tensor form: from equal gradients the moments equal
     torch's to the bit (where torch runs on AVX2 or better), and so does the weight except for torch's square root,
-    which may be an ulp off the IEEE one. On a GPU torch's own fused kernel is used, with a cast before it unless the
-    gradient is in float32, and a cast after it if there is a compute shard.
+    which may be an ulp off the IEEE one. On a GPU a kernel in Triton gives the bits of the native one, also in one
+    pass. Where Triton does not work, torch's own fused kernel is used, with a cast before it unless the gradient is in
+    float32, and a cast after it if there is a compute shard.
 
     Args:
         master: The shard's weight, float32, shape (numel,), contiguous, on any device. Updated in place.
         exp_avg: The first moment, like `master`. Updated in place.
         exp_avg_sq: The second moment, like `master`. Updated in place.
-        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Read only, except on a GPU,
-            where a gradient in float32 may be scaled afterwards.
+        grad: The gradient shard, float32, bfloat16 or float16, same shape and device. Read only, except by torch's
+            fused kernel, which scales a gradient in float32.
         compute: Gets the new weight, bfloat16 or float16, same shape and device, rounded to nearest even like
             `Tensor.to`; None if the master shard is itself the compute shard. May share the memory of `grad` if that
             has a 16-bit dtype too.
         threads: Threads of the native kernel; by default as many as torch uses on this thread.
         skip: On a GPU, an fp32 scalar on it: if it is 1, weight and moments stay, and `compute` gets the weight again.
-        count, divisor: On a GPU, `step` and `divisor_of` the gradient's scale as fp32 scalars on it, if the caller has
-            them: steps that share them launch no kernels for them.
+        count, divisor: On a device that `fuses`, `step` and `divisor_of` the gradient's scale as fp32 scalars on it, if
+            the caller has them: steps that share them launch no kernels for them.
         settings: `AdamSettings` by name.
 
     Raises:
@@ -223,7 +227,9 @@ def adam_step(
     _check("grad", grad, master, _GRAD_DTYPES)
     if compute is not None:
         _check("compute", compute, master, _COMPUTE_DTYPES)
-    if fuses(master.device):
+    if (triton := _adam_in_triton(master.device)) is not None:
+        triton.adam_step(master, exp_avg, exp_avg_sq, grad, compute, skip=skip, **settings)
+    elif fuses(master.device):
         count = torch.full((), settings["step"], dtype=torch.float32, device=master.device) if count is None else count
         divisor = divisor_of(settings["grad_scale"], master.device) if divisor is None else divisor
         _fused_step(master, exp_avg, exp_avg_sq, grad, compute, skip, count, divisor, **settings)
@@ -556,9 +562,46 @@ def _torch_step(
             compute[part].copy_(master[part])
 
 
+def triton_on(device: torch.device, trial: Callable[[ModuleType], object], instead: str) -> ModuleType | None:
+    """Returns the kernels in Triton if `trial` of one runs on `device`: on its first use, Triton needs a C compiler.
+
+    If the trial fails, warns that `instead` happens.
+    """
+    if not has_triton():
+        return None
+    try:
+        from elixir_moe import triton_kernels
+
+        trial(triton_kernels)
+    except Exception as error:  # any error of Triton's compilers and driver
+        warnings.warn(
+            f"Triton cannot run a kernel on {device}, so {instead}: {type(error).__name__}: {error}", stacklevel=3
+        )
+        return None
+    return triton_kernels
+
+
+def _adam_in_triton(device: torch.device) -> ModuleType | None:
+    """Returns the kernels in Triton if they can update shards on this device."""
+    return _adam_tried_on(device) if device.type == "cuda" else None
+
+
+@cache
+def _adam_tried_on(device: torch.device) -> ModuleType | None:
+    """Returns the kernels in Triton if a step in bf16, the most frequent one, runs on `device`."""
+    arrays = [torch.zeros(16, device=device) for _ in range(3)]
+    grad = torch.zeros(16, device=device, dtype=torch.bfloat16)
+    settings = _complete({"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1})
+    return triton_on(
+        device,
+        lambda triton: triton.adam_step(*arrays, grad, grad, skip=None, **settings),
+        "torch's fused kernel updates weights there, with casts before and after it",
+    )
+
+
 def fuses(device: torch.device) -> bool:
     """Whether shards on this device use torch's fused kernel."""
-    return device.type == "cuda"
+    return device.type == "cuda" and _adam_in_triton(device) is None
 
 
 def divisor_of(scale: float | Tensor, device: torch.device) -> Tensor | None:

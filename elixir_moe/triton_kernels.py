@@ -1,8 +1,8 @@
-"""The decoders of quantized weights on a GPU, in Triton: packed bytes and scales in, weights out.
+"""The kernels in Triton: the decoders of quantized weights, and Adam's step in one pass.
 
-Owns two kernels, with the arguments of those in csrc/. Never imported without a GPU: importing it needs triton, and
-`quantized.decoders` imports it when it decodes. Each weight is one fp32 product, rounded once by the store, as in the
-other decoders.
+Owns three kernels, with the arguments and the bits of those in csrc/. Never imported without a GPU: importing it needs
+triton, and `kernels.triton_on` imports it at the first use. Each decoded weight is one fp32 product, rounded once by
+the store. Adam's operations are rounded one by one, fused multiply-adds only where csrc/adam.hpp has them.
 """
 
 import math
@@ -16,6 +16,11 @@ NUMEL = 2048
 """Elements that one program decodes."""
 COLS = 128
 """Columns of a matrix that one program decodes; they share a scale."""
+ADAM_NUMEL = 1024
+"""Elements that one program updates: 4 per thread, which loads and stores 16 bytes of fp32 at once."""
+ADAM_WARPS = 8
+ALIGNED = 16
+"""Triton moves several elements at once only if it knows that the mask ends at a multiple of this."""
 
 
 def decode_nibbles(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor, *, block: int, high_first: bool) -> None:
@@ -53,6 +58,99 @@ def decode_octets(
     sizes = {"E4M3FN": e4m3fn, "ROWS": NUMEL // COLS, "COLS": COLS}
     with torch.cuda.device_of(out):
         _octets[(programs,)](codes, scales, out, rows, cols, block_rows, block_cols, **sizes)
+
+
+def adam_step(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    compute: Tensor | None,
+    *,
+    skip: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float | Tensor,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """Takes the step of `kernels.adam_step`, whose arguments these are, on arrays of one GPU.
+
+    The scalars are computed in fp64 and rounded once to fp32, when they are passed.
+    """
+    on_device = grad_scale if isinstance(grad_scale, Tensor) else None
+    scale = 1.0 if isinstance(grad_scale, Tensor) else float(grad_scale)
+    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
+    settings = (
+        -scale if maximize else scale,
+        0.0 if decoupled else float(weight_decay),
+        1.0 - lr * weight_decay if decoupled else 1.0,
+        1.0 - beta1,
+        float(beta2),
+        1.0 - beta2,
+        correction2**0.5,
+        float(eps),
+        -(lr / correction1),
+    )
+    numel = master.numel()
+    aligned = numel // ALIGNED * ALIGNED
+    with torch.cuda.device_of(master):
+        for first, last in ((0, aligned), (aligned, numel)):
+            if first < last:
+                arrays = (master, exp_avg, exp_avg_sq, grad, compute, on_device, skip)
+                grid = (triton.cdiv(last - first, ADAM_NUMEL),)
+                sizes = {"NUMEL": ADAM_NUMEL, "num_warps": ADAM_WARPS}
+                _adam[grid](*arrays, first, last, *settings, **sizes, enable_fp_fusion=False)
+
+
+@triton.jit
+def _adam(  # type: ignore[no-untyped-def]
+    master,
+    exp_avg,
+    exp_avg_sq,
+    grad,
+    compute,
+    scale_on_device,
+    skip,
+    first,
+    last,
+    scale,
+    l2_decay,
+    shrink,
+    lerp_weight,
+    beta2,
+    one_minus_beta2,
+    sqrt_correction2,
+    eps,
+    neg_step_size,
+    NUMEL: tl.constexpr,
+):
+    """Updates `NUMEL` elements per program, operation by operation like csrc/adam_scalar.cpp."""
+    place = first + tl.program_id(0).to(tl.int64) * NUMEL + tl.arange(0, NUMEL)
+    inside = place < last
+    old_p, old_m = tl.load(master + place, mask=inside, other=0), tl.load(exp_avg + place, mask=inside, other=0)
+    old_v = tl.load(exp_avg_sq + place, mask=inside, other=0)
+    if scale_on_device is not None:
+        scale = scale * tl.load(scale_on_device).to(tl.float32)  # by 1 or -1
+    g = tl.load(grad + place, mask=inside, other=0).to(tl.float32) * scale
+    g = tl.where(l2_decay != 0, tl.fma(old_p, l2_decay, g), g)
+    lerp_from_avg = tl.abs(lerp_weight) < 0.5
+    m = tl.fma(tl.where(lerp_from_avg, lerp_weight, lerp_weight - 1), g - old_m, tl.where(lerp_from_avg, old_m, g))
+    v = tl.fma(one_minus_beta2 * g, g, old_v * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_correction2) + eps
+    p = old_p * shrink + tl.div_rn(neg_step_size * m, denominator)
+    if skip is not None:
+        skipped = tl.load(skip) == 1
+        p, m, v = tl.where(skipped, old_p, p), tl.where(skipped, old_m, m), tl.where(skipped, old_v, v)
+    tl.store(master + place, p, mask=inside)
+    tl.store(exp_avg + place, m, mask=inside)
+    tl.store(exp_avg_sq + place, v, mask=inside)
+    if compute is not None:  # may be the gradient's memory, whose elements this program has read
+        tl.store(compute + place, p.to(compute.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,11 +1,10 @@
-"""The decoders in Triton beside the native ones, to the bit, in Triton's interpreter; and when they are chosen.
+"""The kernels in Triton beside the native ones, to the bit, in Triton's interpreter; and when they are chosen.
 
 The interpreter runs in a process of its own, since Triton asks `TRITON_INTERPRET` when it is imported. It drops the low
-bits of what becomes bfloat16, which a GPU rounds to nearest even, as torch does: here torch rounds for it.
-`tests/gpu/test_decoders.py` runs the same on a GPU.
+bits of what becomes bfloat16, which a GPU rounds to nearest even, as torch does: here torch rounds for it. It rounds a
+fused multiply-add twice: here x86's long doubles hold the product and the sum. `tests/gpu` runs the same on a GPU.
 """
 
-import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from elixir_moe import kernels
 from elixir_moe.quantized import decoders
+from tests.optim.test_adam import DTYPES as GRAD_DTYPES
+from tests.optim.test_adam import SETTINGS, VARIANTS, Shard, assert_same_bits
 from tests.quantized import test_wrapped
 from tests.support.cases import with_further
 from tests.support.decoder_cases import CASES, DTYPES, EVERY, Guarded, assert_same, drawn_bytes
@@ -36,7 +38,7 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 
 
 def choose_triton() -> None:
-    """Decoders on this CPU are those in Triton from now on."""
+    """Decoders and Adam on this CPU are those in Triton from now on."""
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter
@@ -51,7 +53,13 @@ def choose_triton() -> None:
         halves = torch.from_numpy(numpy.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
         return interpreter.TensorHandle(halves.numpy().view(numpy.uint16), tl.bfloat16)
 
+    def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+        wide = x.data.astype(numpy.longdouble) * y.data + z.data
+        return interpreter.TensorHandle(wide.astype(x.data.dtype), z.dtype.scalar)
+
     interpreter.InterpreterBuilder.cast_impl = rounded
+    interpreter.InterpreterBuilder.create_fma = fused
+    kernels._adam_in_triton = lambda device: triton_kernels
     decoders._in_host_memory = lambda out: False
     decoders._in_triton = lambda out: triton_kernels
 
@@ -107,21 +115,74 @@ def test_a_wrapped_model_has_the_same_losses(scheme: str, interpreter: Callable[
     assert interpreter(trained, scheme) == wanted
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_triton_is_chosen_once_it_has_run(fails: bool, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
-    """An image without a C compiler has Triton, and decodes all the same."""
+def updated(
+    numel: int, grad: torch.dtype, compute: torch.dtype | None, settings: dict[str, Any], on_device: bool
+) -> list[Tensor]:
+    """The arrays after three steps of Adam, with what lies around them: at odd places, or all of them aligned.
 
-    def decode_octets(codes: Tensor, scales: Tensor, out: Tensor, **_: Any) -> None:
-        assert math.prod(out.shape) == codes.numel() == scales.numel() == 1
+    With `on_device` the scale is a scalar tensor, where kernels take one, and the last step is one that is skipped.
+    """
+    in_triton = on_device and kernels._adam_in_triton(torch.device("cpu")) is not None
+    shard = Shard(numel, grad, compute, offset=numel % 2)
+    scale = settings.get("grad_scale", 1.0)
+    for number in range(1, 4):
+        shard.draw_grad()
+        if number == 3 and on_device:
+            shard.grad.zero_().div_(0.0)
+            if not in_triton:
+                if shard.compute is not None:
+                    shard.compute.copy_(shard.master)
+                continue
+        there = {"skip": torch.tensor(float(number == 3))} if in_triton else {}
+        given = torch.tensor(scale, dtype=torch.float64) if in_triton else scale
+        kernels.adam_step(*shard.arrays(), step=number, **{**SETTINGS, **settings, "grad_scale": given}, **there)
+    return shard.wholes
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+@pytest.mark.parametrize("grad", GRAD_DTYPES, ids=str)
+def test_adam_gives_the_native_kernels_bits(
+    grad: torch.dtype, settings: dict[str, Any], on_device: bool, interpreter: Callable[..., Any]
+) -> None:
+    for numel, compute in ((2069, torch.bfloat16), (2048, torch.float16), (7, None)):
+        case = (numel, grad, compute, settings, on_device)
+        for found, wanted in zip(interpreter(updated, *case), updated(*case), strict=True):
+            assert_same_bits(found, wanted)
+
+
+def test_adam_writes_values_over_the_gradient(interpreter: Callable[..., Any]) -> None:
+    for found, wanted in zip(interpreter(updated_in_place), updated_in_place(), strict=True):
+        assert_same_bits(found, wanted)
+
+
+def updated_in_place() -> list[Tensor]:
+    shard = Shard(3000, torch.bfloat16, None)
+    shard.draw_grad()
+    shard.compute = shard.grad
+    kernels.adam_step(*shard.arrays(), step=1, **SETTINGS)
+    return shard.wholes
+
+
+@pytest.mark.parametrize("choose", [decoders._triton_on.__wrapped__, kernels._adam_tried_on.__wrapped__])
+@pytest.mark.parametrize("fails", [False, True])
+def test_triton_is_chosen_once_it_has_run(
+    choose: Callable[[torch.device], Any], fails: bool, monkeypatch: pytest.MonkeyPatch, recwarn: Any
+) -> None:
+    """An image without a C compiler has Triton, and decodes and updates all the same."""
+    tried = []
+
+    def run(*arrays: Tensor, **_: Any) -> None:
+        tried.append(arrays[0].numel())
         if fails:
             raise RuntimeError("Failed to find C compiler.")
 
-    fake = SimpleNamespace(decode_octets=decode_octets, __spec__=sys)  # a spec, by which it counts as imported
+    fake = SimpleNamespace(decode_octets=run, adam_step=run, __spec__=sys)  # a spec, by which it counts as imported
     monkeypatch.setitem(sys.modules, "elixir_moe.triton_kernels", fake)
-    choose = decoders._triton_on.__wrapped__
-    monkeypatch.setattr(decoders, "has_triton", lambda: False)
-    assert choose(torch.device("cpu")) is None and not recwarn
-    monkeypatch.setattr(decoders, "has_triton", lambda: True)
+    monkeypatch.setattr(kernels, "has_triton", lambda: False)
+    assert choose(torch.device("cpu")) is None and not recwarn and not tried
+    monkeypatch.setattr(kernels, "has_triton", lambda: True)
     assert choose(torch.device("cpu")) is (None if fails else fake)
     said = [str(warning.message) for warning in recwarn]
-    assert ["torch's operators" in text and "C compiler" in text for text in said] == [True] * fails
+    assert len(tried) == 1 and tried[0] > 0
+    assert ["torch's" in text and "C compiler" in text for text in said] == [True] * fails

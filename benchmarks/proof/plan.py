@@ -86,7 +86,7 @@ _PROCESSES = 8
 _FIRST_PARITY = "(dense or mixture) and (zero3 or auto)"
 _QUICK = ("ours", "fsdp2-offload")
 """What is measured first: a ratio says more than a figure."""
-_OTHER_TESTS = ("tests/optim/test_adam.py", "tests/moe/test_moe.py")
+_OTHER_TESTS = ("tests/moe/test_moe.py",)
 
 
 def _module(name: str, *arguments: str, seconds: float) -> Step:

@@ -1,7 +1,8 @@
 """`python -m benchmarks.proof.rates`: what this machine reaches, against which steps are held.
 
-Owns the rates: a large bf16 product, copies up, copies in both directions at once, and Adam in host memory. All on
-random data, and on a GPU whose clocks a second of products has raised.
+Owns the rates: a large bf16 product, copies up, copies in both directions at once, Adam in host memory, and on a GPU
+Adam in its memory, with Triton and without. All on random data, and on a GPU whose clocks a second of products has
+raised.
 """
 
 import os
@@ -9,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.adam import Shard, ours
 from benchmarks.proof.steps import tell
-from elixir_moe.kernels import host_threads
+from elixir_moe import kernels
 
 REPEATS = 5
 WARM_SECONDS = 1.0
@@ -35,7 +37,11 @@ def main() -> int:
         **_copy_rates(nbytes, device),
         "host_adam_parameters_per_second": numel / seconds_of(_adam(numel, device)),
     }
-    tell(rates | {"cores": len(os.sched_getaffinity(0)), "adam_threads": host_threads(device)})
+    if cuda:
+        rates["device_adam_parameters_per_second"] = numel / seconds_of(_adam(numel, device, there=True))
+        with mock.patch.object(kernels, "_adam_in_triton", lambda device: None):
+            rates["torch_adam_parameters_per_second"] = numel / seconds_of(_adam(numel, device, there=True))
+    tell(rates | {"cores": len(os.sched_getaffinity(0)), "adam_threads": kernels.host_threads(device)})
     return 0
 
 
@@ -71,9 +77,10 @@ def _copy_rates(nbytes: int, device: torch.device) -> dict[str, float]:
     }
 
 
-def _adam(numel: int, device: torch.device) -> Callable[[], Any]:
-    torch.set_num_threads(host_threads(device))
-    step = ours(Shard(numel))
+def _adam(numel: int, device: torch.device, *, there: bool = False) -> Callable[[], Any]:
+    """In host memory, or `there`: in the memory of the device."""
+    torch.set_num_threads(kernels.host_threads(device))
+    step = ours(Shard(numel, device if there else "cpu"))
     return lambda: step(1)
 
 

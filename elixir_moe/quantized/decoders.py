@@ -4,7 +4,6 @@ Owns the tables and blocks of the formats, and the choice between the native dec
 torch's operators, which all write the same values. Never encodes.
 """
 
-import warnings
 from functools import cache
 from types import ModuleType
 
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from elixir_moe.kernels import TORCH_SLICE_NUMEL
+from elixir_moe.kernels import TORCH_SLICE_NUMEL, triton_on
 from elixir_moe.native import native as _native
-from elixir_moe.torch_private import has_triton
 
 NF4_VALUES = (
     -1.0,
@@ -169,22 +167,13 @@ def _in_triton(out: Tensor) -> ModuleType | None:
 
 @cache
 def _triton_on(device: torch.device) -> ModuleType | None:
-    """Returns Triton's decoders if one runs on `device`: on its first use, Triton needs a C compiler."""
-    if not has_triton():
-        return None
+    """Returns Triton's decoders if one runs on `device`."""
     codes, scale = (torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
-    try:
-        from elixir_moe import triton_kernels
-
-        triton_kernels.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1)
-    except Exception as error:  # any error of Triton's compilers and driver
-        warnings.warn(
-            f"Triton cannot run a kernel on {device}, so torch's operators decode quantized weights, to the same "
-            f"values: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return None
-    return triton_kernels
+    return triton_on(
+        device,
+        lambda triton: triton.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1),
+        "torch's operators decode quantized weights, to the same values",
+    )
 
 
 @cache

@@ -325,7 +325,10 @@ class Operators(TorchDispatchMode):
 def test_a_step_by_the_fused_kernel_is_torchs(
     fused: None, grad: torch.dtype, settings: dict[str, Any], on_device: bool
 ) -> None:
-    """Tolerances as for a GPU, below; `on_device`: the scale is a number there."""
+    """Within some eight roundings a step, each EPS of the update or of the moment it falls in, since torch's fused
+    kernel orders its operations in its own way. The moments are sums of what may cancel, so they count against the
+    largest gradient. With `on_device` the scale is a scalar tensor.
+    """
     shard = Shard(1003, grad, torch.bfloat16)
     optimizer = oracle(shard.master, **settings)
     scale = settings.get("grad_scale", 1.0)
@@ -451,45 +454,6 @@ def test_dispatch_names_the_array_that_does_not_fit(change: Change, message: str
     arguments = {"number": 1, **change(shard)}
     with pytest.raises(ValueError, match=message):
         dispatched(shard, **arguments)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-def test_step_on_a_gpu_stays_with_the_one_on_the_cpu(grad: torch.dtype, settings: dict[str, Any]) -> None:
-    # torch's fused kernel orders its operations in its own way: some eight roundings a step, each EPS of the update or
-    # of the moment it falls in. The moments are sums of what may cancel, so they count against the largest gradient.
-    shard = Shard(1003, grad, torch.bfloat16)
-    on_gpu = Shard(1003, grad, torch.bfloat16)
-    for name in ("master", "exp_avg", "exp_avg_sq", "grad", "compute"):
-        setattr(on_gpu, name, getattr(on_gpu, name).cuda())
-    for number in range(1, 4):
-        shard.draw_grad()
-        on_gpu.grad.copy_(shard.grad)
-        dispatched(shard, number, **settings)
-        dispatched(on_gpu, number, **settings)
-        largest = float(shard.grad.abs().max()) + 1.0
-        torch.testing.assert_close(on_gpu.master.cpu(), shard.master, rtol=8 * number * EPS, atol=8 * number * EPS)
-        torch.testing.assert_close(on_gpu.exp_avg.cpu(), shard.exp_avg, rtol=0, atol=8 * number * EPS * largest)
-        assert on_gpu.compute is not None
-        assert_same_bits(on_gpu.compute.cpu(), on_gpu.master.bfloat16().cpu())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("skipped", [False, True])
-def test_a_gpu_skips_a_step_by_a_number_of_its_own(skipped: bool) -> None:
-    shard = Shard(1003, torch.bfloat16, torch.bfloat16)
-    for name in ("master", "exp_avg", "exp_avg_sq", "grad", "compute"):
-        setattr(shard, name, getattr(shard, name).cuda())
-    shard.grad.fill_(float("nan") if skipped else 1.0)
-    before = shard.master.clone()
-    numbers = torch.tensor([0.5, float(skipped)], device="cuda")
-    dispatched(shard, 1, grad_scale=numbers[0], skip=numbers[1])
-    assert torch.equal(shard.master, before) == skipped
-    assert shard.compute is not None
-    assert_same_bits(shard.compute, shard.master.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
