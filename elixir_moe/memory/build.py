@@ -18,7 +18,7 @@ from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.memory.slabs import LOCKED_BYTES, Slab
+from elixir_moe.memory.slabs import LOCKED_BYTES, Slab, allocation, untouched_zeros
 from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 
 
@@ -42,10 +42,18 @@ def build_shards(
     while backward runs.
 
     With a GPU, host state in the compute dtype has slabs of its own: it is copied to the GPU, and so page-locked.
+
+    Frozen chunks in host memory have no slab. The system provides their pages, and `lock` page-locks them, as the
+    weights of one chunk after the other move there. Each chunk frees its part of the model as given, and so the whole
+    model and all chunks are never in memory together.
     """
+    cuda = device.type == "cuda"
+
+    def filled_later(spec: ChunkSpec, tier: Tier) -> bool:
+        return not spec.key.trainable and (tier is Tier.HOST or device.type == "cpu")
 
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
-        return tier, dtype, device.type == "cuda" and tier is Tier.HOST and dtype == spec.key.dtype
+        return tier, dtype, cuda and tier is Tier.HOST and dtype == spec.key.dtype
 
     wanted: defaultdict[tuple[Tier, torch.dtype, bool], list[int]] = defaultdict(lambda: [0])
 
@@ -59,7 +67,8 @@ def build_shards(
 
     shared = shared or {}
     for spec, tier in chunks:
-        if not reads_disk(spec, tier, values_on_disk=values_on_disk) and spec.index not in shared:
+        in_memory = not reads_disk(spec, tier, values_on_disk=values_on_disk) and spec.index not in shared
+        if in_memory and not filled_later(spec, tier):
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, spec.key.dtype if spec.key.master_in_values else torch.float32)
@@ -94,6 +103,10 @@ def build_shards(
             gate, (start, stop) = Gate(), spec.shard_bounds(rank)
             return ShardState(spec, tier, ValuesInMemory(together[start:stop], gate), gate, whole=together)
         gate, adder = Gate(), None if tier is Tier.DEVICE else host_sums
+        if filled_later(spec, tier):
+            with allocation(values_bytes(spec), "shards", tier):
+                own = untouched_zeros(spec.shard_numel, spec.key.dtype, shown=not cuda)
+            return ShardState(spec, tier, ValuesInMemory(own, gate, to_lock=cuda), gate)
         own = allocate(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate)

@@ -178,6 +178,17 @@ class ShardState:
             self.weights()[start : start + values.numel()].write(values)
         self._source.write(start, values)
 
+    @property
+    def weights_memory(self) -> torch.Tensor | None:
+        """The memory of `weights`; None if they are on disk. `write_values` follows what is written there."""
+        if self._disk is not None:
+            return None
+        return self._source.memory if self.master is None else self.master
+
+    def lock(self) -> None:
+        """Page-locks memory of the values that travels and came without pages. To be called once."""
+        self._source.lock()
+
     def store(self, start: int, written: torch.Tensor) -> None:
         """Stores values that user code wrote, from element `start` of the shard on. Blocks for an update or a save.
 

@@ -4,6 +4,7 @@ Owns the slabs of shards; `disk` owns the file.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import sys
@@ -25,6 +26,8 @@ from elixir_moe.torch_private import sparse_parts
 
 LOCKED_BYTES = 64 << 30
 """The most that one slab page-locks: drivers refuse hundreds of GiB in one call."""
+_FOR_THREADS_BYTES = 4 << 20
+"""A shorter copy ends before other threads have begun."""
 
 HOST_MEMORY = "ELIXIR_HOST_MEMORY"
 """The environment variable for the memory of this host, as in ``120 GiB``, where the system shows less than it gives.
@@ -106,11 +109,24 @@ def host_zeros(numel: int, dtype: torch.dtype, threads: int, *, shown: bool = Tr
     if shown or not numel:
         memory = torch.empty(numel, dtype=dtype, device="cpu")
     else:
-        pages = mmap.mmap(-1, paged_bytes(numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_DONTFORK)
-        memory = torch.frombuffer(pages, dtype=dtype, count=numel)
+        memory = untouched_zeros(numel, dtype, shown=False)
     _clear(memory, threads)
     return memory
+
+
+def untouched_zeros(numel: int, dtype: torch.dtype, *, shown: bool) -> torch.Tensor:
+    """Zeros in host memory, in pages of their own that the system provides when they are written.
+
+    `shown` is as for `host_zeros`.
+    """
+    nbytes = numel * dtype.itemsize
+    pages = mmap.mmap(-1, paged_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not shown:
+        pages.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to provide, and to page-lock
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes).view(dtype)
 
 
 def locked_zeros(nbytes: int, threads: int) -> torch.Tensor:
@@ -137,6 +153,26 @@ def _clear(memory: torch.Tensor, threads: int) -> None:
         return
     with ThreadPoolExecutor(parts, "elixir-zeros") as pool:
         list(pool.map(torch.Tensor.zero_, memory.chunk(parts)))
+
+
+def copy_on_host(place: torch.Tensor, values: torch.Tensor, threads: int) -> None:
+    """Copies `values` to `place`, of the same shape, both in host memory; many elements on many threads."""
+    parts = helpers(threads)
+    if parts == 1 or not place.dim() or place.nbytes < _FOR_THREADS_BYTES:
+        place.copy_(values)
+        return
+    with ThreadPoolExecutor(parts, "elixir-copy") as pool:
+        list(pool.map(torch.Tensor.copy_, place.chunk(parts), values.chunk(parts)))
+
+
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the system.
+
+    The C library gives back large blocks by itself. Others it keeps for later, though a model of experts with a few MiB
+    each consists of nothing else.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def page_lock(memory: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from elixir_moe.errors import DiskError
 from elixir_moe.memory.disk_values import ValuesElements, ValuesPlace
 from elixir_moe.memory.elements import Elements, InMemory
 from elixir_moe.memory.gate import Gate
+from elixir_moe.memory.slabs import page_lock
 
 
 class ValuesInMemory:
@@ -21,10 +22,12 @@ class ValuesInMemory:
     disk_bytes = 0
     """Bytes of the file of values."""
 
-    def __init__(self, memory: torch.Tensor, gate: Gate) -> None:
+    def __init__(self, memory: torch.Tensor, gate: Gate, *, to_lock: bool = False) -> None:
+        """`to_lock`: `lock` is to page-lock the memory."""
         self.memory: torch.Tensor = memory
         """The values, or for a while the gradient in their place."""
         self._gate = gate
+        self._to_lock = to_lock
 
     def prepare(self) -> bool:
         """Starts what `read` would wait for; returns False if that cannot start yet."""
@@ -54,6 +57,11 @@ class ValuesInMemory:
     def write(self, start: int, values: torch.Tensor) -> None:
         """Overwrites the values from element `start` on."""
         self.memory[start : start + values.numel()].copy_(values)
+
+    def lock(self) -> None:
+        """Page-locks memory that is not locked yet and travels, and thereby makes the system provide its pages."""
+        if self._to_lock:
+            page_lock(self.memory)
 
 
 class ValuesOnDisk:
@@ -107,3 +115,6 @@ class ValuesOnDisk:
         """Overwrites the values from element `start` on; forgets those that were read ahead."""
         self.sent(Work)
         self._elements[start : start + values.numel()].write(values)
+
+    def lock(self) -> None:
+        """Does nothing: the buffers are locked."""

@@ -1,6 +1,8 @@
 """The fourth stage of `wrap`: weights move to their shards, one parameter, or a few small ones, after another.
 
-Owns the copy of the values. No rank holds more than the largest parameter besides the model as given and its shards.
+Owns the copy of the values. Weights of one rank go straight to a shard in memory. Those of several ranks, or on their
+way to disk, are first joined in a buffer. No rank holds more than the largest parameter besides the model as given and
+its shards. After each chunk, the model as given loses the chunk's parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +19,9 @@ from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.hf.pretrained import Pretrained, leave_meta
+from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import ShardState
-from elixir_moe.memory.slabs import allocation, bytes_of
+from elixir_moe.memory.slabs import allocation, bytes_of, copy_on_host, return_freed_memory
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.wrapping.allocate import Allocated
@@ -27,6 +30,9 @@ from elixir_moe.wrapping.prepare import Request
 from elixir_moe.wrapping.resolve_plan import Resolved
 from elixir_moe.wrapping.shared_memory import attributes_of, items_of
 from elixir_moe.wrapping.weight_transfer import WeightTransfer, dtype_moved
+
+_RETURN_BYTES = 256 << 20
+"""Freed memory is given back to the system after so many bytes."""
 
 
 def materialize(
@@ -46,18 +52,21 @@ def materialize(
     moving = Deferred("moved their weights")
     sources = _Sources(pretrained, moving, transfer)
     most = max((slot.numel for chunk in layout.chunks for slot in chunk.slots), default=0) // 2
-    chunks = []
+    chunks, freed_bytes = [], 0
     for chunk, shard in zip(layout.chunks, allocated.shards, strict=True):
         members = {slot: spec.parameters[slot.param] for slot in chunk.slots}
         communicator = allocated.communicators[chunk.key.ranks]
-        for slots in _runs(chunk.slots, most):
-            _move_in(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
+        _move_in(chunk, members, shard, communicator, sources, most)
         for parameter in members.values():
+            freed_bytes += local_of(parameter).nbytes if local_of(parameter).is_cpu else 0
             transfer.leave(parameter)
             if local_of(parameter).is_meta:
                 leave_meta(parameter)
         names = [spec.params[slot.param].name for slot in chunk.slots]
         chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, allocated.placeholder))
+        if freed_bytes >= _RETURN_BYTES:
+            return_freed_memory()
+            freed_bytes = 0
     if pretrained is not None:
         pretrained.finish()
     moving.finish()
@@ -83,6 +92,31 @@ def _move_in(
     shard: ShardState,
     communicator: Communicator,
     sources: "_Sources",
+    most: int,
+) -> None:
+    """Copies the parameters of the first rank of the chunk's process group to the shard; at most `most` are joined."""
+    run, memory = sources.moving.run, shard.weights_memory
+    straight = communicator.size == 1 and memory is not None and memory.dtype == dtype_moved(chunk)
+    place = memory if straight else None
+    from_device = place is None or any(local_of(parameter).is_cuda for parameter in members.values())
+    if from_device:  # a GPU copies fast only to locked memory
+        run(shard.lock)
+    if place is not None:
+        run(partial(sources.fill, place, members))
+        run(partial(shard.write_values, 0, place))
+    else:
+        for slots in _runs(chunk.slots, most):
+            _move_joined(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
+    if not from_device:  # the copy has touched the pages on many threads, which locking would do on one
+        run(shard.lock)
+
+
+def _move_joined(
+    chunk: ChunkSpec,
+    members: Mapping[Slot, nn.Parameter],
+    shard: ShardState,
+    communicator: Communicator,
+    sources: "_Sources",
 ) -> None:
     """Copies consecutive parameters of the first rank of the chunk's process group to their places in the shard."""
     start, stop = min(slot.start for slot in members), max(slot.stop for slot in members)
@@ -90,8 +124,9 @@ def _move_in(
         return
     dtype = dtype_moved(chunk)
     values: list[torch.Tensor] = []
+    device = sources.transfer.device if communicator.size > 1 or shard.tier is Tier.DEVICE else torch.device("cpu")
     if communicator.index == 0:
-        sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype)))
+        sources.moving.run(lambda: values.append(sources.joined(members, start, stop, dtype, device)))
     first, last = chunk.shard_bounds(communicator.rank)
     for part in sources.parts(values, stop - start, dtype, shared=communicator.size > 1):
         communicator.broadcast(part)
@@ -118,30 +153,39 @@ class _Sources:
             part = slice(start, min(start + length, numel))
             yield values[0][part] if values else self.transfer.memory.view(dtype)[: part.stop - start]
 
-    def joined(self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    def joined(
+        self, members: Mapping[Slot, nn.Parameter], start: int, stop: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Elements `start` to `stop` of a chunk, which are those of `members` and zeros between them."""
         if len(members) == 1 and self.pretrained is None and record_of(local_of(*members.values())) is not None:
             # as it is drawn: the largest parameter is never there twice
-            return drawn(local_of(*members.values())).to(self.transfer.device, dtype).flatten()
-        with allocation((stop - start) * dtype.itemsize, "parameters on their way to shards", Tier.DEVICE):
-            values = torch.zeros(stop - start, dtype=dtype, device=self.transfer.device)
-        for slot, parameter in members.items():
-            local = local_of(parameter)
-            self._fill(values[slot.start - start : slot.stop - start].view(local.shape), parameter, local)
+            return drawn(local_of(*members.values())).to(device, dtype).flatten()
+        tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
+        with allocation((stop - start) * dtype.itemsize, "parameters on their way to shards", tier):
+            values = torch.zeros(stop - start, dtype=dtype, device=device)
+        self.fill(values, members, start)
         return values
 
-    def _fill(self, place: torch.Tensor, parameter: nn.Parameter, local: torch.Tensor) -> None:
-        if not local.is_meta:
-            _copy(place, local)
-        elif self.pretrained is not None and self.pretrained.has(parameter):
-            self.pretrained.fill(place, parameter)
+    def fill(self, memory: torch.Tensor, members: Mapping[Slot, nn.Parameter], start: int = 0) -> None:
+        """Copies parameters to their places in `memory`, which has the elements of a chunk from `start` on."""
+        for slot, parameter in members.items():
+            local = local_of(parameter)
+            place = memory[slot.start - start : slot.stop - start].view(local.shape)
+            if not local.is_meta:
+                self._copy(place, local)
+            elif self.pretrained is not None and self.pretrained.has(parameter):
+                self.pretrained.fill(place, parameter)
+            else:
+                self._copy(place, drawn(local))
+
+    def _copy(self, place: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies to `place`; values for a device are converted there, where torch would convert them on the host."""
+        if place.is_cpu and values.is_cpu:
+            copy_on_host(place, values, host_threads(self.transfer.device))
+        elif place.is_cpu or place.dtype == values.dtype:
+            place.copy_(values)
         else:
-            _copy(place, drawn(local))
-
-
-def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies to `place` on another device as it is, and converts there: torch would convert on the host."""
-    place.copy_(values.to(place.device))
+            place.copy_(values.to(place.device))
 
 
 def _draw_buffers(model: nn.Module) -> None:

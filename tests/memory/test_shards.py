@@ -33,6 +33,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import Weights, WeightState
 from elixir_moe.runtime.writes import Writes
+from tests.support.every import every
 
 CPU = torch.device("cpu")
 NUMEL = 64
@@ -270,7 +271,7 @@ def test_shards_of_a_tier_and_dtype_share_one_allocation_of_exact_size() -> None
     placed = [(chunk, Tier.HOST if chunk.index % 2 else Tier.DEVICE) for chunk in chunks]
     tensors = [tensor for shard in build_shards(placed, CPU) for tensor in shard._tensors()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert len(storages) == 4, "two tiers, two dtypes"
+    assert len(storages) == 4 + 2, "two tiers, two dtypes; frozen chunks have pages of their own"
     assert sum(storages.values()) == sum(t.nbytes for t in tensors)
     assert len({t.data_ptr() for t in tensors}) == len(tensors)
 
@@ -638,3 +639,16 @@ def test_no_more_is_page_locked_at_once_than_drivers_take(locking: Locking, monk
     shards = build_shards(placed, torch.device("cuda"))
     assert locking.locked == [5 * 128, 5 * 128, 2 * 128]
     assert len({shard.values().data_ptr() for shard in shards}) == 12
+
+
+def test_a_frozen_chunk_is_page_locked_when_its_weights_are_in(locking: Locking) -> None:
+    """Locking makes the pages, and the model as given is still there before."""
+    key = ChunkGroupKey(ranks=(0,), dtype=torch.bfloat16, trainable=False, divisor=1)
+    params = [ParamSpec(name=str(i), shape=(64,), key=key) for i in range(3)]
+    shards = build_shards([(s, Tier.HOST) for s in build_layout(params, 64).chunks], torch.device("cuda"))
+    assert not locking.locked
+    for shard in shards:
+        shard.fill(torch.ones(64))
+        shard.lock()
+    assert locking.locked == [128, 128, 128]
+    assert every(bool(shard.values().eq(1).all()) for shard in shards)

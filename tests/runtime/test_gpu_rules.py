@@ -373,7 +373,7 @@ def test_weights_are_converted_where_they_go() -> None:
     sources = _Sources(None, Deferred("filled the shards"), passage)
     members: Any = {range(0, 6): nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))}
     with Copied() as copied:
-        sources.joined(members, 0, 6, torch.float32)
+        sources.joined(members, 0, 6, torch.float32, passage.device)
     assert copied.seen == [("meta", torch.bfloat16)]
 
 
