@@ -4,7 +4,8 @@ Owns the processes and their process group. A test passes a module-level functio
 arguments and the list of results, one a rank, comes back. A pool in which a rank failed is thrown away, since its
 process group can no longer be trusted; but not that of one rank which only found a difference.
 
-Ranks are forked from a server that has imported torch and never computed. Ranks on GPUs are spawned.
+Ranks are forked from a server that has imported torch and never computed. Ranks on GPUs are spawned. What `prepare`
+does in each rank precedes its process group.
 """
 
 import datetime
@@ -39,8 +40,21 @@ def prepare_server() -> None:
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 
 
-def _serve(rank: int, world: int, rendezvous: str, backend: str, timeout_seconds: int, pipe: Connection) -> None:
+def _nothing() -> None:
+    """Prepares a rank that needs nothing."""
+
+
+def _serve(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    backend: str,
+    timeout_seconds: int,
+    prepare: Callable[[], None],
+    pipe: Connection,
+) -> None:
     gc.freeze()  # tests collect what they leave, not what was imported
+    prepare()
     prepare_process()
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
@@ -85,7 +99,15 @@ def _let_go_of_groups() -> None:
 class RankPool:
     """`world` processes in one process group."""
 
-    def __init__(self, world: int, *, backend: str = "gloo", timeout_seconds: int = 60, spawned: bool = False) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        backend: str = "gloo",
+        timeout_seconds: int = 60,
+        spawned: bool = False,
+        prepare: Callable[[], None] = _nothing,
+    ) -> None:
         self.world = world
         context: Any = multiprocessing.get_context("spawn" if spawned else "forkserver")
         prepare_server()
@@ -96,7 +118,7 @@ class RankPool:
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world, rendezvous, backend, timeout_seconds, theirs), daemon=True
+                target=_serve, args=(rank, world, rendezvous, backend, timeout_seconds, prepare, theirs), daemon=True
             )
             process.start()
             theirs.close()
