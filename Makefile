@@ -8,6 +8,7 @@ BENCH_STAMP := $(VENV)/.peers-installed
 DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
+TEST_CXX_FILES := $(wildcard tests/accelerator/csrc/*.cpp tests/accelerator/csrc/*.hpp)
 
 .PHONY: setup test test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
@@ -105,13 +106,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell
-	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(TEST_CXX_FILES)
 	$(BIN)/hadolint packaging/Dockerfile
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES) $(TEST_CXX_FILES)
 
 train: setup
 	$(BIN)/elixir-moe train --nproc 2 --config examples/pr_moe_small.yaml --run.overwrite true
