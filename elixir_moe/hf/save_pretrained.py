@@ -365,7 +365,7 @@ def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[st
     if not is_of_transformers(model):
         return [(name,) for name in names]
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, apply_converters
+    from transformers.core_model_loading import WeightConverter, rename_source_key
 
     transforms: Any = getattr(model, "_weight_conversions", None)
     if transforms is None:
@@ -373,7 +373,7 @@ def _converted_together(model: nn.Module, names: Iterable[str]) -> list[tuple[st
     converters: Any = [t.reverse_transform() for t in transforms[::-1] if isinstance(t, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+        groups.setdefault(rename_source_key(name, [], converters)[0], []).append(name)
     return [tuple(group) for group in groups.values()]
 
 
