@@ -7,13 +7,13 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir_moe import latest
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.ext.checkpoints import (
     MANIFEST,
@@ -95,20 +95,34 @@ def _chosen(path: Path) -> Path:
     """
     if os.path.lexists(path / MANIFEST):
         return path
-    found = latest(checkpoints_folder(path)) if path.is_dir() else None
-    if found is None:
+    found = _found(_folders(path)) if path.is_dir() else []
+    for _, manifest in found:
+        if isinstance(manifest, CheckpointError):
+            raise manifest
+    if not found:
         raise ConfigError(
             f"{path} is not a checkpoint and holds none: name one, or the directory of a run that saved some"
         )
-    return found
+    return found[-1][0]
+
+
+def _folders(directory: Path) -> list[Path]:
+    """The folders that may hold the checkpoints of a run: that of `train`, and each ``checkpoint-N`` of a trainer."""
+    return [checkpoints_folder(directory), *filter(Path.is_dir, sorted(directory.glob("checkpoint-*")))]
+
+
+def _found(folders: Sequence[Path]) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """(path, manifest) of all checkpoints in folders, the latest last; damaged ones first, with their error."""
+    found = [each for folder in folders for each in checkpoints(folder)]
+    return sorted(found, key=lambda each: each[1].saved_ns if isinstance(each[1], Manifest) else -1)
 
 
 def _ls(directory: Path, as_json: bool) -> int:
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory: name a run's, or one that holds checkpoints")
-    directory = checkpoints_folder(directory)
-    rows = [_facts(path, found) for path, found in checkpoints(directory)]
-    unfinished = [str(path) for path in partial_folders(directory)]
+    folders = _folders(directory)
+    rows = [_facts(path, found) for path, found in _found(folders)]
+    unfinished = [str(path) for folder in folders for path in partial_folders(folder)]
     if as_json:
         print(json.dumps({"checkpoints": rows, "partial": unfinished}))
         return 0
@@ -123,7 +137,7 @@ def _ls(directory: Path, as_json: bool) -> int:
     for path in unfinished:
         print(f"{path}  partial: a running save, or one whose process died; the next save removes that")
     if not rows and not unfinished:
-        print(f"{directory} holds no checkpoint")
+        print(f"{folders[0]} holds no checkpoint")
     return 0
 
 

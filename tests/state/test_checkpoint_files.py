@@ -682,6 +682,17 @@ def test_the_command_lists_and_verifies(small: Path, capsys: pytest.CaptureFixtu
     assert main(["ckpt", "ls", str(small / "nowhere")]) == 2
 
 
+def test_the_command_finds_the_checkpoints_of_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (9, 10):
+        write_small(tmp_path / f"checkpoint-{step}" / "elixir_moe", step)
+    assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["path"] for row in rows] == [str(tmp_path / f"checkpoint-{n}" / "elixir_moe") for n in (9, 10)]
+    assert main(["ckpt", "verify", str(tmp_path)]) == 0
+    assert "checkpoint-10" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(tmp_path / "checkpoint-9")]) == 0
+
+
 def test_a_directory_stands_for_the_latest_checkpoint_in_it(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
