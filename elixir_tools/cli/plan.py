@@ -38,7 +38,7 @@ from elixir_tools.fit.tasks import (
     reserve_of,
     task_of,
 )
-from elixir_tools.fit.ways import compares_ways, run_ways, ways_lines
+from elixir_tools.fit.ways import check_formulas, compares_ways, run_ways, ways_lines
 from elixir_tools.garbage import uncollected
 from elixir_tools.models.presets import Planned
 from elixir_tools.train.waiting import Tell, Waits
@@ -58,15 +58,18 @@ def run(known: argparse.Namespace) -> int:
         )
     if machine_bytes("--budget", known.budget) == 0:
         raise ConfigError("--budget=0: expected at least 1 byte")
+    if known.quick:
+        check_formulas(known)
     hardware = _machine(known)
     hardware.links(known.gpus)
     reserve_of(known, hardware)
+    usual = {"batch": SFT["per_device_train_batch_size"], "seq": SFT["max_length"]}
+    known.assumed = [name for name in usual if getattr(known, name) is None and name != known.largest]
+    for name in known.assumed:
+        setattr(known, name, usual[name])
     if known.largest is not None:
         _import_compiler()
         return run_largest(known, hardware)
-    known.assumed = [name for name in ("batch", "seq") if getattr(known, name) is None]
-    known.batch = known.batch or SFT["per_device_train_batch_size"]
-    known.seq = known.seq or SFT["max_length"]
     if known.quick or compares_ways(known):
         return run_ways(known, hardware, _exact)
     return _exact(known, hardware, {})
@@ -173,8 +176,6 @@ def _check_sizes(known: argparse.Namespace) -> None:
         value = getattr(known, name)
         if name == known.largest and value is not None:
             raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
-        if known.largest is not None and name != known.largest and value is None:
-            raise ConfigError(f"the following arguments are required: --{name}; see elixir-moe plan --help")
         if value is not None and value < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {value}")
     if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:

@@ -32,8 +32,27 @@ Exact = Callable[[argparse.Namespace, Hardware, Mapping[str, Figures]], int]
 
 def compares_ways(known: argparse.Namespace) -> bool:
     """Whether nobody has said what is trained, of a model that can have adapters."""
-    said = any(getattr(known, name) not in (None, False) for name in _OF_A_WAY)
-    return named(known).config is not None and not said and known.optimizer == "adamw"
+    said = any(getattr(known, name) not in (None, False) for name in _OF_A_WAY) or known.optimizer != "adamw"
+    return named(known).config is not None and known.checkpointing == "layers" and not said
+
+
+def check_formulas(known: argparse.Namespace) -> None:
+    """Raises ConfigError if `--quick` has no formulas for what is asked."""
+    if named(known).config is None:
+        raise ConfigError(
+            f"--quick has formulas for Hugging Face's models, and {named(known).name} is not one: leave out --quick"
+        )
+    given = {
+        "--checkpointing none": known.checkpointing == "none",
+        f"--largest {known.largest}": known.largest is not None,
+        "--compare": known.compare,
+    }
+    without = [option for option, is_given in given.items() if is_given]
+    if without:
+        raise ConfigError(
+            f"--quick has formulas for a step of a model whose layers are recomputed: leave out --quick, or "
+            f"{' and '.join(without)}"
+        )
 
 
 def asked_for(known: argparse.Namespace, words: Mapping[str, object]) -> argparse.Namespace:
@@ -47,13 +66,8 @@ def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int
     """Prints the answer by formulas; of a comparison, the recommended way is then asked `exact` unless it is quick.
 
     Raises:
-        ConfigError: there are no formulas for what is asked.
+        ConfigError: the model cannot be built, or has no adapters.
     """
-    if named(known).config is None or known.checkpointing == "none" or known.largest or known.compare:
-        raise ConfigError(
-            "--quick has formulas for Hugging Face's models whose layers are recomputed, and finds nothing largest: "
-            "leave out --quick, or --checkpointing none, --largest and --compare"
-        )
     started = time.perf_counter()
     asked = {way: asked_for(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}
     answers: dict[str, tuple[Planned, Figures]] = {}

@@ -206,9 +206,9 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["opt-13b", "--largest", "model", "--batch", "1"], "arguments are required: --seq"),
         (["opt-13b", "--largest", "batch", "--batch", "1", "--seq", "8"], "--largest batch finds it"),
-        (["opt-13b", "--largest", "model", "--seq", "8"], "arguments are required: --batch"),
+        (["opt-13b", "--largest", "model", "--quick"], "opt-13b is not one"),
+        (["qwen3-8b", "--largest", "model", "--quick"], "leave out --quick, or --largest model"),
         (["moe-1t", "--largest", "model", "--batch", "1", "--seq", "8"], "layers of several kinds"),
         (["opt-13b", "--largest", "model", "--batch", "1", "--seq", "8", "--compare"], "leave one of them"),
         (["opt-13b", "--batch", "1", "--seq", "8", "--picture", "a.png"], "--picture draws what --largest"),
