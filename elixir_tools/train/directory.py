@@ -52,6 +52,12 @@ def check_directory(config: TrainConfig, data: Text) -> Path | None:
         return _chosen(config, data)
     if not is_run(directory):
         raise ConfigError(f"run.out: {run.out!r} is not empty and holds no run: choose another directory")
+    settings_there = settings.read_yaml(directory / "config.yaml")
+    if settings_there and "model" not in settings_there:
+        raise ConfigError(
+            f"run.out: {run.out!r} holds a run of sft or its like, which train neither continues nor replaces: choose "
+            f"another directory"
+        )
     for room in (directory / CHECKPOINTS, directory / APART):
         if os.path.lexists(room) and not room.is_dir():
             what = f"a link to {os.readlink(room)!r}, which is not there" if room.is_symlink() else "no folder"

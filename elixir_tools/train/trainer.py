@@ -690,7 +690,7 @@ class Trainer:
         return nullcontext() if self.report is None else self.report.busy(what)
 
     def _from_rank_0(self, value: T) -> T:
-        """What rank 0 has. Collective."""
+        """Returns the value of rank 0. Collective."""
         box = [value]
         dist.broadcast_object_list(box, group=self.wrapped.groups.control)
         return box[0]

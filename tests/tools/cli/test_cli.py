@@ -96,7 +96,7 @@ def test_a_mistake_is_told_once_and_nothing_starts(
         ("- 1", "must hold sections with keys, got [1]"),
         ("run: {out: x, out: y}", "key 'out' stands twice"),
         ("run: {", "is not valid YAML"),
-        ("run: {steps: 3}", "run.out is missing: give str"),
+        ("run: {steps: 3}", "run.out is missing: name the directory"),
         ("run: {out: x, steps: true}", "run.steps: expected int, got True"),
         ("run: {out: x, steps: null}", "run.steps: expected int, got None"),
         ("run: {out: x, steps: 1.0}", "run.steps: expected int, got 1.0"),

@@ -157,3 +157,11 @@ def test_another_checkpoint_than_the_latest_is_not_passed_over_silently(ranks: R
         check_directory(config, text_of(config))
     found = ranks(2).run(run, settings_of(tmp_path / "new", run=changes))[0]
     assert found["ended"] == "" and found["metrics"] == [], "evaluated and concluded, without a picture"
+
+
+def test_a_run_of_a_trainer_is_neither_continued_nor_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}")
+    for more in ({}, {"overwrite": True}):
+        config = settings_of(tmp_path, run=more)
+        with pytest.raises(ConfigError, match="a run of sft or its like.* choose another directory"):
+            check_directory(config, text_of(config))
