@@ -5,8 +5,10 @@ defaults and their checks. Needs the package `trl`.
 """
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 import trl
@@ -140,18 +142,19 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         ConfigError: an argument is unknown, wrong, or asks for what a plan replaces; the message names the nearest
             right one.
     """
-    parser = parser_of(kind)
+    parser, in_line = parser_of(kind), list(words)
+    if "--config" in in_line:
+        at = in_line.index("--config")
+        _, *file = in_line[at : at + 2]
+        if not file or not Path(file[0]).is_file():
+            raise ConfigError(f"{kind}: --config {shlex.join(file)}: there is no such file; name one with settings")
+        del in_line[at : at + 2]
+    _refuse_unknown(parser, kind, parser.parse_known_args(in_line)[1])  # before TRL checks the values of the others
     try:
-        *found, in_file, in_line = parser.parse_args_and_config(
-            words, return_remaining_strings=True, separate_remaining_strings=True
-        )
+        *found, in_file = parser.parse_args_and_config(words, return_remaining_strings=True)
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{kind}: {error}") from error
-    for word in [*in_file[::2], *in_line]:
-        if not word.startswith("--"):
-            raise ConfigError(f"{kind}: unexpected {word!r}: arguments are given as --name value")
-        hint = did_you_mean(word, [option for action in parser._actions for option in action.option_strings])
-        raise ConfigError(f"{kind}: unknown argument {word.partition('=')[0]}{hint and f'; {hint}'}")
+    _refuse_unknown(parser, kind, in_file)
     added, script, training, model, mixture = found
     _refuse(training, model)
     if training.learning_rate is None:
@@ -176,6 +179,15 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         profile_step=added.profile_step,
         tile=size_bytes("--tile", added.tile, least=_LEAST_BYTES),
     )
+
+
+def _refuse_unknown(parser: Any, kind: str, words: Sequence[str]) -> None:
+    """Raises ConfigError for the first of the words that a parser has left."""
+    for word in words:
+        if not word.startswith("--"):
+            raise ConfigError(f"{kind}: unexpected {word!r}: arguments are given as --name value")
+        hint = did_you_mean(word, [option for action in parser._actions for option in action.option_strings])
+        raise ConfigError(f"{kind}: unknown argument {word.partition('=')[0]}{hint and f'; {hint}'}")
 
 
 def _refuse(training: Any, model: Any) -> None:
