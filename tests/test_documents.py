@@ -198,7 +198,7 @@ def test_the_example_of_the_readme_fine_tunes_a_model(tmp_path: Path, monkeypatc
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     before = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     before.save_pretrained(tmp_path)
-    (tmp_path / "texts.txt").write_text("abcabc\nfedfed\n")
+    (tmp_path / "texts.txt").write_text("abcabc\n\na\nfedfed\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["finetune.py", str(tmp_path), "texts.txt"])
     runpy.run_path(str(example))

@@ -163,5 +163,5 @@ def test_a_run_of_a_trainer_is_neither_continued_nor_replaced(tmp_path: Path) ->
     (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}")
     for more in ({}, {"overwrite": True}):
         config = settings_of(tmp_path, run=more)
-        with pytest.raises(ConfigError, match="a run of sft or its like.* choose another directory"):
+        with pytest.raises(ConfigError, match=r"a run of sft or its like.* choose another directory"):
             check_directory(config, text_of(config))
