@@ -147,14 +147,14 @@ def _device_bytes(case: Case) -> int:
 
 
 def _layers(case: Case) -> int | None:
-    """The layers of a frozen model that fit in host memory while it is made, at twice its size; None: all.
+    """The layers of a frozen model that fit in host memory; None: all. `em.wrap` frees it while its chunks are filled.
 
     Free memory is rounded down, so that all contenders of a machine get the same number.
     """
     if not case.model.endswith("-lora"):
         return None
     whole = build(case.model, toy=not torch.cuda.is_available()).counts()
-    of_layer = 2 * 2 * whole["parameters"] / whole["layers"]
+    of_layer = 2 * whole["parameters"] / whole["layers"]
     free = host_bytes_left() // (8 * GIB) * 8 * GIB
     return max(1, min(whole["layers"], int(free / OVERHEAD / of_layer)))
 

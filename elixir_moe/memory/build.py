@@ -22,6 +22,11 @@ from elixir_moe.memory.slabs import LOCKED_BYTES, Slab, allocation, untouched_ze
 from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
 
 
+def filled_later(spec: ChunkSpec, tier: Tier, device: torch.device) -> bool:
+    """Whether a chunk in memory has pages of its own, which the system provides when its weights move there."""
+    return not spec.key.trainable and (tier is Tier.HOST or (tier is Tier.DEVICE and device.type == "cpu"))
+
+
 def build_shards(
     chunks: list[tuple[ChunkSpec, Tier]],
     device: torch.device,
@@ -49,9 +54,6 @@ def build_shards(
     """
     cuda = device.type == "cuda"
 
-    def filled_later(spec: ChunkSpec, tier: Tier) -> bool:
-        return not spec.key.trainable and (tier is Tier.HOST or device.type == "cpu")
-
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
         return tier, dtype, cuda and tier is Tier.HOST and dtype == spec.key.dtype
 
@@ -68,7 +70,7 @@ def build_shards(
     shared = shared or {}
     for spec, tier in chunks:
         in_memory = not reads_disk(spec, tier, values_on_disk=values_on_disk) and spec.index not in shared
-        if in_memory and not filled_later(spec, tier):
+        if in_memory and not filled_later(spec, tier, device):
             want(spec, tier.of_compute, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, spec.key.dtype if spec.key.master_in_values else torch.float32)
@@ -103,7 +105,7 @@ def build_shards(
             gate, (start, stop) = Gate(), spec.shard_bounds(rank)
             return ShardState(spec, tier, ValuesInMemory(together[start:stop], gate), gate, whole=together)
         gate, adder = Gate(), None if tier is Tier.DEVICE else host_sums
-        if filled_later(spec, tier):
+        if filled_later(spec, tier, device):
             with allocation(values_bytes(spec), "shards", tier):
                 own = untouched_zeros(spec.shard_numel, spec.key.dtype, shown=not cuda)
             return ShardState(spec, tier, ValuesInMemory(own, gate, to_lock=cuda), gate)

@@ -10,11 +10,12 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from elixir_moe.chunks.ledger import paged_bytes
 from elixir_moe.chunks.plan import Tier, size_bytes, size_text
@@ -22,12 +23,15 @@ from elixir_moe.errors import TierError
 from elixir_moe.kernels import helpers, host_threads
 from elixir_moe.memory.direct_file import paged_memory
 from elixir_moe.memory.out_of_memory import is_out_of_memory
+from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.torch_private import sparse_parts
 
 LOCKED_BYTES = 64 << 30
 """The most that one slab page-locks: drivers refuse hundreds of GiB in one call."""
 _FOR_THREADS_BYTES = 4 << 20
 """A shorter copy ends before other threads have begun."""
+_STATE_BYTES = 16
+"""Most bytes of a trained parameter's element: value, master, two moments, and what its update needs besides."""
 
 HOST_MEMORY = "ELIXIR_HOST_MEMORY"
 """The environment variable for the memory of this host, as in ``120 GiB``, where the system shows less than it gives.
@@ -244,6 +248,33 @@ def host_bytes_left(root: Path = Path("/")) -> int:
         if (here / limit).exists() and (allowed := (here / limit).read_text().strip()) != "max":
             left.append(int(allowed) - int((here / usage).read_text()) + _table(here / "memory.stat")[cached])
     return min(left)
+
+
+def bytes_freed(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of host memory that the system gets back when the frozen ones of `parameters` have lost their data.
+
+    What is mapped from a file counts as free before, and what was never written has no memory.
+    """
+    held = sum(local_of(p).nbytes for p in parameters if not p.requires_grad and local_of(p).is_cpu)
+    return min(held, _anonymous_bytes()) if held else 0
+
+
+def host_bytes_for_plan(parameters: Iterable[nn.Parameter], left: int) -> int:
+    """Bytes of host memory that a plan may use: those that are `left`, and those of frozen `parameters`.
+
+    Frozen chunks take the place of these parameters, one after the other. All other state is allocated before: the
+    parameters do not count unless half of what is left is enough for it.
+    """
+    given = list(parameters)
+    state_bytes = _STATE_BYTES * sum(local_of(p).numel() for p in given if p.requires_grad)
+    return left + (bytes_freed(given) if state_bytes <= left // 2 else 0)
+
+
+def _anonymous_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process has written and that no file has; 0 if the system does not say."""
+    status = root / "proc/self/status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -17,7 +17,7 @@ from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import disagreement, gathered, make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
-from elixir_moe.memory.slabs import device_left, host_bytes_left
+from elixir_moe.memory.slabs import device_left, host_bytes_for_plan, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.planner import cost
 from elixir_moe.planner.explain import explained
@@ -98,7 +98,7 @@ def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task |
     disk_bytes = 0
     if wanted.disk is not None:
         hardware, disk_bytes = with_disk(hardware, wanted.disk)
-    left = gathered(_free_memory(wanted, request.device, disk_bytes))
+    left = gathered(_free_memory(model, wanted, request.device, disk_bytes))
     tasks: list[Task] = []
 
     def search() -> Forecast | None:
@@ -120,7 +120,7 @@ def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task |
 
 def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Returns the device memory in bytes that a plan may use on each rank, activations included. Collective."""
-    peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(wanted, device, 0))
+    peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(model, wanted, device, 0))
     return make_on_all_ranks(
         "looked at the device's memory", lambda: _memory_budget(peers, wanted, device, left)
     ).device_bytes
@@ -214,14 +214,14 @@ class _FreeMemory:
     budget_bytes: int | None
 
 
-def _free_memory(wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _FreeMemory:
+def _free_memory(model: nn.Module, wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _FreeMemory:
     free = 0
     if device.type == "cuda":
         _, free = device_left(device)
     return _FreeMemory(
         host=socket.gethostname(),
         device_bytes=free,
-        host_bytes=host_bytes_left(),
+        host_bytes=host_bytes_for_plan(model.parameters(), host_bytes_left()),
         disk_bytes=disk_bytes,
         budget_bytes=wanted.budget_bytes,
     )

@@ -16,7 +16,14 @@ from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.distributed.all_ranks import agree, disagreement, gathered
 from elixir_moe.errors import ConfigError, LayoutError
-from elixir_moe.memory.slabs import check_fits, device_left, host_bytes_left, is_one_memory
+from elixir_moe.memory.slabs import (
+    bytes_freed,
+    check_fits,
+    device_left,
+    host_bytes_for_plan,
+    host_bytes_left,
+    is_one_memory,
+)
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -58,15 +65,20 @@ def agree_on(plan: Plan, model: ModelSpec) -> None:
     raise LayoutError(f"ranks disagree about who wraps this model: {[theirs for theirs, _ in everyone]}")
 
 
-def host_bytes_of_a_rank(ranks: Sequence[int]) -> int:
+def host_bytes_of_a_rank(ranks: Sequence[int], parameters: Iterable[nn.Parameter]) -> int:
     """Host memory for the state of each rank if the plan does not say: the least of any of `ranks`. Collective."""
-    everyone = gathered((socket.gethostname(), host_bytes_left()))
+    everyone = gathered((socket.gethostname(), host_bytes_for_plan(parameters, host_bytes_left())))
     hosts = [host for host, _ in everyone]
     return min(int(_FOR_STATE * everyone[rank][1]) // hosts.count(hosts[rank]) for rank in ranks)
 
 
-def check_host_memory(nbytes: int) -> None:
-    """Raises TierError on all ranks if a host's free memory is too small; `nbytes` is the need of this rank."""
+def check_host_memory(nbytes: int, later: Sequence[int], parameters: Iterable[nn.Parameter]) -> None:
+    """Raises TierError on all ranks if a host's free memory is too small.
+
+    `nbytes` is the need of this rank. Shards of `later` bytes get their memory while the model's frozen `parameters`
+    free theirs, of which all but the largest make use.
+    """
+    nbytes -= min(bytes_freed(parameters), sum(later) - max(later, default=0))
     everyone = gathered((socket.gethostname(), nbytes, host_bytes_left()))
     for host in dict.fromkeys(host for host, *_ in everyone):
         needs = [(theirs, left) for name, theirs, left in everyone if name == host]

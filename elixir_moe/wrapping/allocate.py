@@ -20,7 +20,7 @@ from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import TierError
 from elixir_moe.memory.blocks import Blocks
-from elixir_moe.memory.build import build_shards
+from elixir_moe.memory.build import build_shards, filled_later
 from elixir_moe.memory.disk import DiskFile, DiskStore
 from elixir_moe.memory.disk_values import ValuesFile
 from elixir_moe.memory.host_sums import HostSums
@@ -73,7 +73,14 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
         plan, layout, moments=resolved.moments, over_gloo=resolved.over_gloo, async_sums=resolved.async_sums
     )
     footprint = ledger.footprint(n_blocks)
-    check_host_memory(footprint.host_bytes + (footprint.device_bytes if device.type == "cpu" else 0))
+    needed = footprint.host_bytes + (footprint.device_bytes if device.type == "cpu" else 0)
+    placed = [(chunk, plan.tier_of(layout, chunk)) for chunk in layout.chunks]
+    later = [
+        values_bytes(chunk)
+        for chunk, tier in placed
+        if filled_later(chunk, tier, device) and not plan.shares(chunk, tier)
+    ]
+    check_host_memory(needed, later, spec.parameters)
     check_device_memory(device, footprint, spec.parameters)
     home = one_home(plan, layout, device)
     spill, values = _open_files(plan, layout, resolved.moments, device)
@@ -93,7 +100,7 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
 
     def make() -> tuple[list[ShardState], Blocks, WeightTransfer]:
         shards = build_shards(
-            [(chunk, plan.tier_of(layout, chunk)) for chunk in layout.chunks],
+            placed,
             device,
             spill,
             sums,

@@ -79,7 +79,7 @@ def resolve_plan(request: Request) -> Resolved:
     describe_it = partial(describe, model, parts, events, request.compute_dtype, plan)
     spec = make_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
-    free_host_bytes = host_bytes_of_a_rank(spec.ranks)
+    free_host_bytes = host_bytes_of_a_rank(spec.ranks, spec.parameters)
     resolve = partial(_resolve, plan, spec, moments=moments, free_host_bytes=free_host_bytes, async_sums=async_sums)
     plan, layout, schedule = make_on_all_ranks("resolved the plan", resolve)
     tiers = Counter(plan.tier_of(layout, chunk).value for chunk in layout.chunks)

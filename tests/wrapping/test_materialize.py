@@ -2,18 +2,23 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import elixir_moe as em
 from elixir_moe.chunks.packing import build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import Deferred
+from elixir_moe.memory import slabs
 from elixir_moe.memory.build import build_shards
 from elixir_moe.memory.slabs import copy_on_host
 from elixir_moe.wrapping.materialize import _move_in, _Sources
@@ -103,3 +108,32 @@ def test_a_copy_on_many_threads_is_the_same(shape: tuple[int, ...], monkeypatch:
     place = torch.zeros(shape, dtype=torch.bfloat16)
     copy_on_host(place, values, 3)
     assert torch.equal(place, values.bfloat16())
+
+
+@pytest.mark.parametrize(("left", "refused"), [(100_000, True), (200_000, False)])
+def test_frozen_chunks_need_the_memory_of_the_model_only_once(left: int, refused: bool) -> None:
+    """Four chunks of 131 KB take the place of the model: what must be free are one chunk and the trained state."""
+    em.init_mesh(device_type="cpu")
+    layers = [nn.Linear(256, 256, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(2, 2, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model[-1].parameters())
+    plan = em.Plan.zero2()
+    free = mock.patch("elixir_moe.wrapping.agreement.host_bytes_left", return_value=left)
+    with free, pytest.raises(em.TierError) if refused else nullcontext():
+        _, sharded = em.wrap(model, optimizer, plan=plan)
+        sharded.close()
+
+
+def test_memory_that_is_mapped_from_a_file_is_not_counted_as_freed(tmp_path: Path) -> None:
+    """The system counts it as free already."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    status = tmp_path / "proc/self/status"
+    assert slabs._anonymous_bytes(tmp_path) == 0
+    status.write_text("Name:\tpython\nVmRSS:\t 900 kB\nRssAnon:\t     12 kB\nRssFile:\t 800 kB\n")
+    assert slabs._anonymous_bytes(tmp_path) == 12 * 1024
+    frozen, trained = nn.Parameter(torch.ones(8), requires_grad=False), nn.Parameter(torch.ones(4))
+    with mock.patch.object(slabs, "_anonymous_bytes", return_value=20):
+        assert slabs.bytes_freed([frozen, trained]) == 20
+    assert slabs.bytes_freed([frozen, trained]) == 32
+    assert slabs.host_bytes_for_plan([frozen, trained], 2 * 64) == 2 * 64 + 32
+    assert slabs.host_bytes_for_plan([frozen, trained], 2 * 63) == 2 * 63, "the trained state might not fit before"
