@@ -18,10 +18,10 @@ from transformers.integrations import finegrained_fp8, mxfp4
 import elixir_moe as em
 from elixir_moe.hf.import_quantized import check_layers, import_quantized
 from elixir_moe.quantized.packed import packed_parameters
-from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, SIZES, base, optimizer_of, steps
 from tests.support.cases import placed, with_further
 from tests.support.every import every, same_tensors
 from tests.support.parity import LOSS_TOLERANCE
+from tests.support.quantized_cases import ADAPTER_TOLERANCE, PLANS, SIZES, base, optimizer_of, steps
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
