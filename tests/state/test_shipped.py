@@ -24,10 +24,10 @@ from elixir_moe.hf.shipped import patterns_of
 from elixir_moe.parallel.regather import saves_no_weights
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import SCALES
-from tests.quantized.test_wrapped import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.cases import placed, with_further
 from tests.support.every import same_tensors
 from tests.support.parity import LOSS_TOLERANCE
+from tests.support.quantized_cases import ADAPTER_TOLERANCE, PLANS, batch, optimizer_of, steps
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
