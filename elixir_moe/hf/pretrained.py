@@ -205,12 +205,12 @@ class Pretrained:
         """Whether `tensor` comes from the folder; if not, it belongs to an adapter."""
         return tensor in self._names
 
-    def fill(self, place: Tensor, tensor: Tensor) -> None:
-        """Reads this rank's part of a parameter that was on meta into `place`. `finish` raises failures."""
-        self._reading.run(lambda: place.copy_(self._read(tensor).to(place.device)))
+    def read(self, tensor: Tensor, copy: Callable[[Tensor], object]) -> None:
+        """Calls `copy` with this rank's part of a parameter that was on meta. `finish` raises failures."""
+        self._reading.run(lambda: copy(self._read(tensor)))
 
     def finish(self) -> None:
-        """Raises CheckpointError on all ranks if a `fill` failed on any. Collective."""
+        """Raises CheckpointError on all ranks if a `read` failed on any. Collective."""
         self._reading.finish()
 
     def _read(self, tensor: Tensor) -> Tensor:

@@ -160,13 +160,13 @@ def _clear(memory: torch.Tensor, threads: int) -> None:
 
 
 def copy_on_host(place: torch.Tensor, values: torch.Tensor, threads: int) -> None:
-    """Copies `values` to `place`, of the same shape, both in host memory; many elements on many threads."""
+    """Does ``place.copy_(values)``, both in host memory; many elements on many threads."""
     parts = helpers(threads)
     if parts == 1 or not place.dim() or place.nbytes < _FOR_THREADS_BYTES:
         place.copy_(values)
         return
     with ThreadPoolExecutor(parts, "elixir-copy") as pool:
-        list(pool.map(torch.Tensor.copy_, place.chunk(parts), values.chunk(parts)))
+        list(pool.map(torch.Tensor.copy_, place.chunk(parts), values.expand_as(place).chunk(parts)))
 
 
 def return_freed_memory() -> None:

@@ -171,12 +171,13 @@ class _Sources:
         for slot, parameter in members.items():
             local = local_of(parameter)
             place = memory[slot.start - start : slot.stop - start].view(local.shape)
+            copy = partial(self._copy, place)
             if not local.is_meta:
-                self._copy(place, local)
+                copy(local)
             elif self.pretrained is not None and self.pretrained.has(parameter):
-                self.pretrained.fill(place, parameter)
+                self.pretrained.read(parameter, copy)
             else:
-                self._copy(place, drawn(local))
+                copy(drawn(local))
 
     def _copy(self, place: torch.Tensor, values: torch.Tensor) -> None:
         """Copies to `place`; values for a device are converted there, where torch would convert them on the host."""
