@@ -180,7 +180,7 @@ class ShardState:
 
     @property
     def weights_memory(self) -> torch.Tensor | None:
-        """The memory of `weights`; None if they are on disk. `write_values` follows what is written there."""
+        """The memory of `weights`; None if they are on disk. Whoever fills it copies it to `values_shard`, too."""
         if self._disk is not None:
             return None
         return self._source.memory if self.master is None else self.master

@@ -103,7 +103,8 @@ def _move_in(
         run(shard.lock)
     if place is not None:
         run(partial(sources.fill, place, members))
-        run(partial(shard.write_values, 0, place))
+        if (values := shard.values_shard) is not None:
+            run(partial(sources.copy, values, place))
     else:
         for slots in _runs(chunk.slots, most):
             _move_joined(chunk, {slot: members[slot] for slot in slots}, shard, communicator, sources)
@@ -171,7 +172,7 @@ class _Sources:
         for slot, parameter in members.items():
             local = local_of(parameter)
             place = memory[slot.start - start : slot.stop - start].view(local.shape)
-            copy = partial(self._copy, place)
+            copy = partial(self.copy, place)
             if not local.is_meta:
                 copy(local)
             elif self.pretrained is not None and self.pretrained.has(parameter):
@@ -179,7 +180,7 @@ class _Sources:
             else:
                 copy(drawn(local))
 
-    def _copy(self, place: torch.Tensor, values: torch.Tensor) -> None:
+    def copy(self, place: torch.Tensor, values: torch.Tensor) -> None:
         """Copies to `place`; values for a device are converted there, where torch would convert them on the host."""
         if place.is_cpu and values.is_cpu:
             copy_on_host(place, values, host_threads(self.transfer.device))
