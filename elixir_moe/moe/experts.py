@@ -152,7 +152,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(kept, groups.experts, groups.bounds, *([weight] if saves else []))
         matrices = weight.transpose(1, 2) if outputs_first else weight
         if counts is None:
-            out = F.grouped_mm(rows, matrices, offs=groups.bounds[1:])
+            out = F.grouped_mm(rows, _unit_stride(matrices), offs=groups.bounds[1:])
             return out if bias is None else out.add_(bias.index_select(0, groups.experts))
         out = rows.new_empty(len(rows), matrices.shape[2])
         for e, here in pieces(counts, rows):
@@ -206,7 +206,7 @@ def _gradients_fused(
     needs: Sequence[bool],
 ) -> _Gradients:
     matrices = weight if outputs_first else weight.transpose(1, 2)
-    grad_rows = F.grouped_mm(grad, matrices, offs=bounds[1:]) if needs[0] else None
+    grad_rows = F.grouped_mm(grad, _unit_stride(matrices), offs=bounds[1:]) if needs[0] else None
     grad_weight = grad_bias = None
     if rows is not None:  # on some GPUs the kernel does not write the gradient of an expert without rows
         idle = (bounds[1:] == bounds[:-1]).view(-1, 1, 1)
@@ -216,6 +216,11 @@ def _gradients_fused(
         member = torch.arange(len(weight), device=grad.device).unsqueeze(1) == experts
         grad_bias = member.to(grad.dtype) @ grad
     return grad_rows, grad_weight, grad_bias
+
+
+def _unit_stride(matrices: Tensor) -> Tensor:
+    """Returns matrices whose rows or columns are contiguous, which `grouped_mm` needs: peft's factors B are not."""
+    return matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

@@ -21,6 +21,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import elixir_moe as em
 from elixir_moe.hf.fused_experts import FusedExperts, is_fused_experts
+from elixir_moe.moe import experts as experts_module
 from tests.support.every import every
 from tests.support.hf_cases import FAMILIES, ids
 
@@ -124,6 +125,17 @@ def test_adapters_beside_are_those_of_peft(layout: str, r: int) -> None:
     with model.disable_adapter():
         torch.testing.assert_close(model(*routed()), Layer(LAYOUTS[layout])(*routed()), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model.merge_and_unload()(*routed()), wanted["out"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["gate", "up transposed bias"])
+def test_adapters_under_the_fused_product(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused product accepts only matrices with contiguous rows or columns, also in peft's layout of the factors."""
+    model = adapted(Layer(LAYOUTS[layout]), ("gate_up_proj", "up_proj", "down_proj"))
+    em.group_experts(model)
+    wanted = gradients(model)
+    model.zero_grad()
+    monkeypatch.setattr(experts_module, "_has_grouped_kernel", lambda rows, weight: True)
+    assert_same(gradients(model), wanted)
 
 
 @pytest.mark.parametrize("way", ["two adapters", "one stack", "checkpointed", "tiles", "bf16", "all trained"])
