@@ -127,11 +127,14 @@ class FusedTile(FusedExperts):
         return self.of_rows(rows, groups, adapters)
 
 
-def _counts(choices: Choices, ranks: LayerRanks) -> Tensor:
-    """Returns (ep, E, 1) int64: how many rows each rank sends to each expert. One all-gather over the `ep` ranks."""
-    mine = choices.starts.diff().long()
+def _counts(choices: Choices, ranks: LayerRanks) -> Tensor | None:
+    """Returns (ep, E, 1) int64: how many rows each rank sends to each expert. One all-gather over the `ep` ranks.
+
+    Returns None if all experts are on this rank.
+    """
     if ranks.ep_group is None:
-        return mine.view(1, -1, 1)
+        return None
+    mine = choices.starts.diff().long()
     table = mine.new_empty(ranks.ep, len(mine))
     if has_data(mine):
         with Wait("the all-gather of the experts' rows", dist.get_process_group_ranks(ranks.ep_group)):

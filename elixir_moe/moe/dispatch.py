@@ -50,23 +50,26 @@ class Dispatch:
 
 
 def dispatch_tokens(
-    tokens: Tensor, choices: Choices, kept: Tensor, *, batch_rank: int, ep: int, dropless: bool
+    tokens: Tensor, choices: Choices, kept: Tensor | None, *, batch_rank: int, ep: int, dropless: bool
 ) -> tuple[Tensor, Dispatch]:
     """Returns the rows to send, (n, d), sorted by expert, and their destinations.
 
     Args:
         tokens: (T, d), the tokens of this rank.
         choices: their choices, sorted.
-        kept: (R, E, q), whole numbers of any dtype: the number of admitted choices of all ranks.
+        kept: (R, E, q), whole numbers of any dtype: the number of admitted choices of all ranks. It may be None if
+            `dropless`, with all experts on this rank.
         batch_rank: this rank's place among the R ranks; ranks that share experts are next to each other.
         ep: number of ranks that share the experts.
         dropless: whether all choices are admitted.
     """
-    total, (_, num_experts, queues) = len(choices.order), kept.shape
+    total = len(choices.order)
     if dropless and ep == 1:
         groups = Groups(experts=choices.queue, bounds=choices.starts)
         way = Dispatch(order=choices.order, send=[total], receive=[total], regroup=None, groups=groups)
         return permute(tokens, choices.order, total), way
+    assert kept is not None, "other ranks or a capacity: their choices are known"
+    _, num_experts, queues = kept.shape
     row = batch_rank % ep
     sources = kept[batch_rank - row : batch_rank - row + ep]
     sources = sources.squeeze(2) if queues == 1 else sources.sum(dim=2)  # (ep, E): rows from each rank to each expert

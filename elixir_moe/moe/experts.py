@@ -97,7 +97,7 @@ class GroupedExperts(nn.Module):
         """(n, d) rows, sorted by expert -> (n, d).
 
         An expert without rows gets a gradient of zeros. Uses a fused kernel of `torch.nn.functional.grouped_mm` if
-        there is one (see `_has_grouped_kernel`); else a loop, as fast as grouped_mm on a CPU, which loops too.
+        there is one (see `runs_fused`); else a loop, as fast as grouped_mm on a CPU, which loops too.
         """
         rows = rows.to(self.w_in.dtype)
         saves = not saves_no_weights(self)
@@ -124,7 +124,7 @@ def grouped_linear(
         outputs_first: see `weight`.
         saves: False to read the parameter again in backward instead of saving it.
     """
-    counts = None if _has_grouped_kernel(rows, weight) else groups.on_host()
+    counts = None if runs_fused(rows, weight.shape) else groups.on_host()
     return _GroupedLinear.apply(rows, weight, bias, groups, counts, outputs_first, saves)
 
 
@@ -254,14 +254,18 @@ def _expert_seed(seed: int, expert: int) -> int:
     return (seed + (expert + 1) * 0x9E3779B97F4A7C15) % 2**63
 
 
-def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `grouped_mm` has a fused kernel for these tensors: bf16, 16-byte aligned rows, CUDA capability 9 or 10.
+def runs_fused(rows: Tensor, shape: Sequence[int]) -> bool:
+    """Whether `grouped_mm` has a fused kernel for these rows and stacked matrices of the same dtype.
 
-    On other devices it loops, and waits for the device at each call to learn the splits.
+    The kernel is for bf16 and 16-byte aligned rows. Elsewhere `grouped_mm` loops, and waits for the device at each
+    call to learn the splits.
     """
-    if not (rows.is_cuda and torch.cuda.is_available() and len(rows)):
+    if rows.dtype != torch.bfloat16 or not len(rows):
         return False
-    if rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return False
-    aligned = all(n % 8 == 0 for n in weight.shape[1:])
-    return aligned and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+    return all(n % 8 == 0 for n in shape[1:]) and has_grouped_kernel(rows.device)
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a device is present for which `grouped_mm` has a fused kernel: CUDA capability 9 or 10."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return here and torch.cuda.get_device_capability(device)[0] in (9, 10)

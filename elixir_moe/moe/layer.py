@@ -191,7 +191,7 @@ def _local_experts(num_experts: int, ep: int) -> int:
 def send_through(
     tokens: Tensor,
     choices: Choices,
-    kept: Tensor,
+    kept: Tensor | None,
     ranks: LayerRanks,
     experts: Callable[[Tensor, Groups], Tensor],
     *,
@@ -202,7 +202,7 @@ def send_through(
     Args:
         tokens: (T, d), the tokens of this rank.
         choices: their choices, sorted.
-        kept: (R, E, q): the number of admitted choices of all ranks.
+        kept: see `dispatch_tokens`.
         ranks: this rank's place.
         experts: (n, d) rows sorted by expert, and their groups -> (n, d).
         dropless: whether all choices are admitted.

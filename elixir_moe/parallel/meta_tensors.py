@@ -17,6 +17,13 @@ class Recording(TorchDispatchMode):
     """A dispatch mode that records events, in order of time."""
 
     events: list[Any]
+    scratch_bytes: int = 0
+    """The most bytes of experts' weights that the planned device decodes at a time."""
+
+
+def recordings() -> list[Recording]:
+    """Returns the modes that record the running code."""
+    return [mode for mode in dispatch_modes() if isinstance(mode, Recording)]
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -42,7 +49,7 @@ def pieces(lengths: Sequence[int], on: Tensor) -> Iterator[tuple[int, slice]]:
     While a trace records tensors without data, the loop has two iterations for each run of equal lengths. The events of
     the second then stand for those of all later ones: each iteration frees what the one before left in memory.
     """
-    recording = [] if has_data(on) else [mode for mode in dispatch_modes() if isinstance(mode, Recording)]
+    recording = [] if has_data(on) else recordings()
     number = start = 0
     for length, run in groupby(lengths):
         times = len(list(run))

@@ -172,7 +172,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.wanted.reduce_dtype,
         precision=request.wanted.precision,
-        native_decoder=request.device.type == "cpu",
+        device=request.device,
     )
     return Task(
         profile=profile,

@@ -130,9 +130,16 @@ def kept_of(events: Iterable[TraceEvent]) -> tuple[list[int], list[int]]:
 class Recorder(Recording):
     """Records the events of the code that runs inside it. The model's parameters and buffers do not count as memory."""
 
-    def __init__(self, model: nn.Module, parts: Parts, boundaries: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        boundaries: Sequence[tuple[nn.Module, nn.Module]],
+        scratch_bytes: int = 0,
+    ) -> None:
         super().__init__()
         self.events: list[TraceEvent] = []
+        self.scratch_bytes = scratch_bytes
         self.alive = 0
         """Number of storages allocated inside the recorder that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()

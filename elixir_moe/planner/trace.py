@@ -38,8 +38,9 @@ from elixir_moe.planner.events import Cost, CostEvent, Recorder, TraceEvent, cos
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
 from elixir_moe.planner.repeat import Cut, Names, cuts_of, with_all_periods
 from elixir_moe.quantized.packed import weights_behind
+from elixir_moe.quantized.products import scratch_bytes
 from elixir_moe.runtime.model_spec import param_specs
-from elixir_moe.runtime.units import Parts, find_parts
+from elixir_moe.runtime.units import find_parts
 from elixir_moe.torch_private import FakeTensorMode
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -70,7 +71,7 @@ def trace(
     precision: Precision = WIDE,
     tokens: int | None = None,
     whole: bool = False,
-    native_decoder: bool = False,
+    device: torch.device | None = None,
 ) -> Profile:
     """Profiles one forward and backward of ``step(model, sample)``, which returns the loss.
 
@@ -85,7 +86,8 @@ def trace(
         precision: the precision of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
-        native_decoder: quantized weights are decoded in one pass, as on a CPU, instead of by torch's operators.
+        device: the device that will run the step; None for an accelerator that is not here. A CPU decodes quantized
+            weights in one pass, other devices by torch's operators.
 
     Raises:
         ConfigError: the step does not return a scalar loss, reads values of tensors, or keeps tensors outside the
@@ -100,14 +102,14 @@ def trace(
     names = Names(parts.names, [name for name, _ in model.named_parameters()])
     cuts = [] if whole else cuts_of(model)
     try:
-        events = with_all_periods(_run(model, step, sample, specs, parts, cuts), cuts, names)
+        recorder = Recorder(model, parts, [pair for cut in cuts for pair in cut.boundaries], scratch_bytes(device))
+        events = with_all_periods(_run(recorder, model, step, sample, specs, cuts), cuts, names)
     except ConfigError:
         if not cuts:
             raise
         events = None  # the model may depend on the number of its layers
     if events is None:
-        dtypes |= {"native_decoder": native_decoder}
-        return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, whole=True)
+        return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, device=device, whole=True)
     steps, costs = list(steps_of(events)), list(costs_of(events))
     order, part_specs, step_events = by_first_use(parts.specs, steps, len(listed))
     regions = regions_of(part_specs)
@@ -121,7 +123,7 @@ def trace(
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in costs),
         traffic_bytes=sum(event.traffic for event in costs)
-        + decoding_bytes(model, parts.names, steps, compute_dtype, native=native_decoder),
+        + decoding_bytes(model, parts.names, steps, compute_dtype, native=device is not None and device.type == "cpu"),
         activation_bytes=peak_of(costs),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),
@@ -132,15 +134,13 @@ def trace(
 
 
 def _run(
+    recorder: Recorder,
     model: nn.Module,
     step: Step,
     sample: Any,
     specs: Mapping[nn.Parameter, ParamSpec],
-    parts: Parts,
     cuts: Sequence[Cut],
 ) -> list[TraceEvent]:
-    boundaries = [pair for cut in cuts for pair in cut.boundaries]
-    recorder = Recorder(model, parts, boundaries)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for cut in cuts:

@@ -115,8 +115,7 @@ class Scheme:
         (experts, out, in / 32, 16), those of bitsandbytes (numel / 2, 1).
         """
         codes, scales = codes.reshape(self.codes_shape(shape)), scales.reshape(self.scales_shape(shape))
-        written = dtype if dtype in _DECODED_TO else torch.float32
-        weight = torch.empty(shape, dtype=written, device=codes.device)
+        weight = torch.empty(shape, dtype=_written(dtype), device=codes.device)
         if has_data(weight):  # a trace would record many small operators for each expert of each layer
             self.decode_into(codes.contiguous(), scales.contiguous(), weight)
         return weight.to(dtype)
@@ -138,6 +137,16 @@ class Scheme:
             for expert in range(len(weights))
             for begin in range(0, rows, step)
         ]
+
+
+def _written(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a decoder writes for weights in `dtype`."""
+    return dtype if dtype in _DECODED_TO else torch.float32
+
+
+def decoding_itemsize(dtype: torch.dtype) -> int:
+    """The bytes that decoding takes for each weight in `dtype`, including what the decoder writes before it."""
+    return dtype.itemsize + (0 if dtype in _DECODED_TO else _written(dtype).itemsize)
 
 
 def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,19 @@ class QuantizedLinear(nn.Linear):
 
 
 class QuantizedExperts(FusedExperts):
-    """Fused experts with frozen quantized weights; one expert's weight is decoded at a time."""
+    """Fused experts with frozen quantized weights, which are decoded for each product."""
 
     packed: dict[str, Packed]
 
     def product(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
-        """(n, in) rows sorted by expert -> (n, out). The host waits for the number of rows of each expert."""
+        """(n, in) rows sorted by expert -> (n, out)."""
         codes, scales, bias = getattr(self, name), getattr(self, name + SCALES), getattr(self, f"{name}_bias", None)
         if not isinstance(codes, nn.Parameter):
             raise UsageError(
                 f"peft adds adapters to {name!r}, which is quantized: call em.wrap or em.group_experts(model), which "
                 f"multiply adapters separately"
             )
-        out = grouped_linear(rows, codes, scales, groups.on_host(), self.packed[name], again=saves_no_weights(self))
+        out = grouped_linear(rows, codes, scales, groups, self.packed[name], again=saves_no_weights(self))
         return out if bias is None else out + bias[groups.experts]
 
 

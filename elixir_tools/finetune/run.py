@@ -220,7 +220,7 @@ def _out_of_memory(
             world=dist.get_world_size(),
             rank=dist.get_rank(),
             compute_dtype=torch.bfloat16 if training.bf16 else None,
-            native_decoder=one_memory,
+            device=device,
         )
 
     def held(other: Step) -> int:

@@ -22,6 +22,7 @@ from transformers.integrations.moe import use_experts_implementation
 import elixir_moe as em
 from elixir_moe.hf.fused_experts import FusedExperts, is_fused_experts
 from elixir_moe.moe import experts as experts_module
+from elixir_moe.quantized import products
 from tests.support.every import every
 from tests.support.hf_cases import FAMILIES, ids
 
@@ -134,7 +135,7 @@ def test_adapters_under_the_fused_product(layout: str, monkeypatch: pytest.Monke
     em.group_experts(model)
     wanted = gradients(model)
     model.zero_grad()
-    monkeypatch.setattr(experts_module, "_has_grouped_kernel", lambda rows, weight: True)
+    monkeypatch.setattr(experts_module, "runs_fused", lambda rows, shape: True)
     assert_same(gradients(model), wanted)
 
 
@@ -204,8 +205,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bytes_", [False, True])
-def test_no_tensor_is_as_large_as_the_stack(bytes_: bool) -> None:
+def test_no_tensor_is_as_large_as_the_stack(bytes_: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = E * D * H  # the smaller of the two
+    monkeypatch.setattr(products, "CPU_SCRATCH_BYTES", 2 * stack)  # of fp32: half of the stack
     model = adapted(Layer(LAYOUTS["gate"]), ("gate_up_proj", "down_proj"))
     largest = {}
     for name in ("peft", "ours"):

@@ -336,7 +336,7 @@ def compare_grouped(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.d
         bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         groups = Groups(experts=torch.arange(5, device=device).repeat_interleave(counts), bounds=bounds)
         leaves = [rows, *experts.parameters()]
-        monkeypatch.setattr(experts_module, "_has_grouped_kernel", lambda rows, weight: True)
+        monkeypatch.setattr(experts_module, "runs_fused", lambda rows, shape: True)
         out = experts(rows, groups)
         got = torch.autograd.grad(out, leaves, grad)
         loop = torch.cat([_loop(experts, e, part) for e, part in enumerate(rows.split(host_counts))])

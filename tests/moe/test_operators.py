@@ -65,10 +65,10 @@ def adds_at_indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @contextmanager
 def fused(yes: bool = True) -> Iterator[None]:
     """Chooses between the fused product and the loop."""
-    before = experts_module._has_grouped_kernel
-    experts_module._has_grouped_kernel = lambda rows, weight: yes
+    before = experts_module.runs_fused
+    experts_module.runs_fused = lambda rows, shape: yes
     yield
-    experts_module._has_grouped_kernel = before
+    experts_module.runs_fused = before
 
 
 def build(ep: int, **options: Any) -> tuple[MoE, Tensor, Tensor]:

@@ -41,7 +41,8 @@ def moved(scheme: str | None, *, again: bool, native: bool) -> int:
     if scheme is not None:
         em.quantize(model, scheme, targets="layers.*")
     batch = torch.randn(4, WIDTH)
-    return trace(model, lambda m, x: m(x).sum(), batch, native_decoder=native, tokens=4).traffic_bytes
+    device = torch.device("cpu") if native else None
+    return trace(model, lambda m, x: m(x).sum(), batch, device=device, tokens=4).traffic_bytes
 
 
 @pytest.mark.parametrize("again", [False, True])
