@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import speed_of_light as exact
 
 from elixir_moe.chunks.param_spec import Precision
-from elixir_tools.fit.figures import Figures
-from elixir_tools.fit.quick import USUAL_ERROR, Step, quick, step_of
+from elixir_tools.fit.figures import USUAL_ERROR, Figures
+from elixir_tools.fit.quick import Step, quick, step_of
 from elixir_tools.fit.tasks import DTYPES, machine_task, model_of
 
 _GIBI = 2**30
@@ -39,7 +39,7 @@ def cells(kept: dict[str, Any]) -> Iterator[tuple[str, Figures, dict[str, Any]]]
                     step = steps[model, way, batch]
                     task = machine_task(known, machine.hardware, step.profile)
                     rough = quick(step, task, precision=Precision(), itemsize=dtype.itemsize)
-                    yield f"{model} {way} {name}", Figures.of_rough(rough), newest
+                    yield f"{model} {way} {name}", rough, newest
 
 
 def main() -> None:

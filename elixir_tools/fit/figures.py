@@ -10,8 +10,9 @@ from typing import Any
 
 from elixir_moe.ext.planner import PlanCandidate, Task, cost
 from elixir_moe.ext.plans import Tier, seconds_text
-from elixir_tools.fit.quick import USUAL_ERROR, Rough
 
+USUAL_ERROR = 0.15
+"""How far off the seconds and bytes of formulas mostly are; `docs/quick_error.py` prints it."""
 _WORTH = 0.01
 """Part of a step below which a share of it is not worth naming."""
 _FASTER = 1.5
@@ -26,6 +27,7 @@ class Figures:
     """The needs of a way to train on a machine."""
 
     task: Task
+    """The problem; the inputs of checkpointed layers are in host memory where that is better."""
     exact: bool
     """From a trace and a search; otherwise from formulas."""
     missing: Mapping[Tier, int]
@@ -50,19 +52,6 @@ class Figures:
             host_bytes=host + task.kept_bytes,
             disk_bytes=choice.size.disk_bytes,
             seconds=choice.seconds,
-        )
-
-    @classmethod
-    def of_rough(cls, rough: Rough) -> "Figures":
-        """Returns the figures of formulas."""
-        return cls(
-            task=rough.task,
-            exact=False,
-            missing=rough.missing,
-            device_bytes=cost.device_peak(rough.task.profile, rough.device_bytes, rough.task.imbalance),
-            host_bytes=rough.host_bytes,
-            disk_bytes=rough.disk_bytes,
-            seconds=rough.seconds,
         )
 
     @property

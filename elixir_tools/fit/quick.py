@@ -17,10 +17,9 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.models import logical_numel, packed_parameters, weights_behind
 from elixir_moe.ext.planner import Profile, Task, bytes_a_weight, cost
 from elixir_moe.ext.plans import Precision, Tier
+from elixir_tools.fit.figures import Figures
 
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-USUAL_ERROR = 0.15
-"""How far off seconds and bytes mostly are; `docs/quick_error.py` prints it."""
 _HEAD_PASSES = 2
 """Products of a frozen head in a loss without logits: the logits, and the gradient of what the head reads."""
 _ATTENTION = 9
@@ -62,22 +61,6 @@ class Step:
     """The trained ones among them."""
     layers: int
     can_tile: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rough:
-    """The answer for a machine."""
-
-    task: Task
-    """The problem, with the inputs of checkpointed layers in host memory where that is better."""
-    device_bytes: int
-    """Bytes that the library holds; see `cost.device_peak`."""
-    host_bytes: int
-    """Bytes of a rank, inputs of checkpointed layers included."""
-    disk_bytes: int
-    seconds: cost.Seconds
-    missing: dict[Tier, int]
-    """Bytes that are missing in a tier; empty if it fits."""
 
 
 def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused: bool = True) -> Step:
@@ -155,14 +138,14 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
     )
 
 
-def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Rough:
+def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Figures:
     """The answer for the machine of `task`, whose profile is the step's; elements have `itemsize` bytes."""
     kept = (0,) if task.hardware.one_memory else (0, 1)
     found = [_placed(step, task.keeping(regions), precision, itemsize) for regions in kept]
-    return min(found, key=lambda rough: (sum(rough.missing.values()), rough.seconds.step))
+    return min(found, key=lambda found: (sum(found.missing.values()), found.seconds.step))
 
 
-def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Rough:
+def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figures:
     ranks, allowed, host = task.gpus, task.allowed_bytes, task.host_bytes
     sums = 4 if task.accumulation > 1 else 0
     state = _STATE_BYTES[precision.master] + task.moments * _STATE_BYTES[precision.moments]
@@ -206,9 +189,11 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Roug
         gathered_numel=step.profile.parameters,
         units=step.layers,
     )
-    return Rough(
+    held = min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks
+    return Figures(
         task=task,
-        device_bytes=min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks,
+        exact=False,
+        device_bytes=cost.device_peak(task.profile, held, task.imbalance),
         host_bytes=on_host + task.kept_bytes,
         disk_bytes=on_disk,
         seconds=cost.seconds(task.profile, moved, task.hardware, ranks, task.imbalance, task.accumulation),

@@ -13,8 +13,8 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.plans import Precision
 from elixir_tools.fit.answer import assumed_lines, run_lines, sft_words, way_of, wrapped
-from elixir_tools.fit.figures import Figures, memory_lines, recommended, speed_lines, table, words_of
-from elixir_tools.fit.quick import USUAL_ERROR, quick, step_of
+from elixir_tools.fit.figures import USUAL_ERROR, Figures, memory_lines, recommended, speed_lines, table, words_of
+from elixir_tools.fit.quick import quick, step_of
 from elixir_tools.fit.tasks import DTYPES, choose_way, machine_task, model_of, named
 from elixir_tools.garbage import uncollected
 from elixir_tools.models.presets import Planned
@@ -105,7 +105,7 @@ def figures_of(known: argparse.Namespace, hardware: Hardware) -> tuple[Planned, 
     dtype, precision = DTYPES[known.dtype], Precision(master=known.master, moments=known.moments)
     step = step_of(given.model, known.batch, known.seq, dtype=dtype, fused=given.loss == "fused")
     task = machine_task(known, hardware, step.profile)
-    return given, Figures.of_rough(quick(step, task, precision=precision, itemsize=dtype.itemsize))
+    return given, quick(step, task, precision=precision, itemsize=dtype.itemsize)
 
 
 def ways_lines(known: argparse.Namespace, hardware: Hardware, ways: Mapping[str, Figures], best: str) -> Iterator[str]:

@@ -11,8 +11,7 @@ import pytest
 
 from elixir_tools.cli.main import main
 from elixir_tools.finetune.defaults import SFT
-from elixir_tools.fit.figures import Figures, recommended
-from elixir_tools.fit.quick import USUAL_ERROR
+from elixir_tools.fit.figures import USUAL_ERROR, Figures, recommended
 from elixir_tools.models.known import names
 from tests.support.every import every
 from tests.tools.fit.test_will_it_fit import MIXTURE
