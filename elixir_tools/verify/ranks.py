@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,18 +28,11 @@ _SECONDS_FOR_OTHERS = 5.0
 """For ranks to report their error after another has: the cause may be theirs."""
 
 
-_PRELOADED = ("elixir_moe.public", IMPORTED_LATE)
-_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+PRELOADED = ("elixir_moe.public", IMPORTED_LATE)
+QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
 """Products in fp32 have the bits of fp32: containers for training set the second variable to 1."""
-
-
-def load_once(*modules: str) -> None:
-    """Has the server import these modules too, so that ranks have them when they start; before the first rank."""
-    os.environ |= _QUIET | _NO_GPU  # libraries read some of it when they are imported
-    multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
-    forkserver.ensure_running()
 
 
 def on_ranks(
@@ -60,7 +52,7 @@ def on_ranks(
             ElixirError with their traceback. Also if ranks have not answered in time.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))  # a server that runs already is left as it is
+    multiprocessing.set_forkserver_preload(list(PRELOADED))  # a server that runs already is left as it is
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
@@ -117,7 +109,7 @@ def _serve(
     os.dup2(2, 1)
     prepare_process()
     torch.set_num_threads(1)
-    os.environ |= _QUIET | (_NO_TF32 if gpus else _NO_GPU)
+    os.environ |= QUIET | (_NO_TF32 if gpus else NO_GPU)
     warnings.simplefilter("ignore", FutureWarning)  # libraries' words to each other
     meeting = f"file://{folder}/meeting"
     try:

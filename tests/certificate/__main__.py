@@ -5,6 +5,7 @@ file is as it was written.
 """
 
 import argparse
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -12,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from elixir_moe.errors import ConfigError
 from elixir_tools.cli.verify import versions_of
-from elixir_tools.verify.ranks import load_once
+from elixir_tools.verify.ranks import NO_GPU, PRELOADED, QUIET
 from tests.certificate import suite
 
 
@@ -50,7 +52,10 @@ def _run_rows(known: argparse.Namespace) -> dict[str, Any]:
     if jobs < 1:
         raise ConfigError(f"--jobs: expected at least 1, got {jobs}")
     rows = suite.chosen(known.only)
-    load_once("transformers", "peft", suite.__name__, *suite.modules_of_families())
+    os.environ |= QUIET | NO_GPU  # libraries read some of it when they are imported, here by the server of all ranks
+    modules = ["transformers", "peft", suite.__name__, *suite.modules_of_families()]
+    multiprocessing.set_forkserver_preload([*PRELOADED, *modules])
+    forkserver.ensure_running()
     with _shown(len(rows), quiet=known.quiet) as tell:
         facts = {"versions": versions_of(), "packages": _packages(), "commit": _commit()}
         again = known.only is not None
