@@ -196,9 +196,8 @@ class Requests(_Told):
     any rank asks for an end with a checkpoint.
     """
 
-    def __init__(self, path: str | Path | None = None, *, signals: Signals | None = None) -> None:
-        """`path`: of the file, by default that in the trainer's output directory; `signals`: those of this process."""
-        self._path = None if path is None else Path(path)
+    def __init__(self, *, signals: Signals | None = None) -> None:
+        """`signals`: those of this process."""
         self._signals = signals
         self._file: controls.ControlFile | None = None
         self._factor = 1.0
@@ -221,7 +220,7 @@ class Requests(_Told):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called when weights and optimizer are there. Collective."""
         if self._file is None:
-            self._file = controls.ControlFile(self._path or Path(args.output_dir) / CONTROL)
+            self._file = controls.ControlFile(Path(args.output_dir) / CONTROL)
             self._follow(control, first=True)  # what it says about save and stop was meant for an earlier start
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -269,24 +268,14 @@ class Records(StepCallback):
     tell, where the layers live, the plan and its prediction. One process at a time trains in the directory.
     """
 
-    def __init__(
-        self,
-        directory: str | Path | None = None,
-        *,
-        about: Mapping[str, str] | None = None,
-        profile: int | None = None,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, *, about: Mapping[str, str] | None = None, profile: int | None = None) -> None:
         """Makes the callback.
 
         Args:
-            directory: by default the trainer's ``output_dir``.
             about: what the run is, in words, such as its command.
             profile: number of a step whose gathers, reductions and updates are recorded for the page of the run.
-            quiet: shows no lines, only keeps them.
         """
-        self._directory = None if directory is None else Path(directory)
-        self._about, self._profile, self._quiet = dict(about or {}), profile, quiet
+        self._about, self._profile = dict(about or {}), profile
         self._claim: Claim | None = None
         self._files: RunFiles | None = None
         self._open: StepRecord | None = None
@@ -306,11 +295,9 @@ class Records(StepCallback):
         self._take(args)
 
     def _take(self, args: Any) -> None:
-        directory = self._directory = self._directory or Path(args.output_dir)
-
         def claim() -> None:
             if (dist.get_rank() if dist.is_initialized() else args.process_index) == 0 and self._claim is None:
-                self._claim = claimed(directory)
+                self._claim = claimed(Path(args.output_dir))
 
         if dist.is_initialized():
             raise_on_all_ranks("took the output directory", claim)
@@ -323,7 +310,7 @@ class Records(StepCallback):
         if state.global_step:
             self.checkpoint = _checkpoint_of(args, state)
         self._begun, self._tokens = time.perf_counter(), 0.0
-        if self._claim is None or self._directory is None:
+        if self._claim is None:
             return
         found = inspect(model)
         facts = found.facts(args.gradient_accumulation_steps)
@@ -332,12 +319,12 @@ class Records(StepCallback):
             return
         self._first = state.global_step
         if not state.global_step:
-            clear(self._directory)
-        self._files = RunFiles(self._directory, self._say, done=state.global_step)
-        self._files.write("config.yaml", yaml.safe_dump({"run": {"out": str(self._directory)}}))
+            clear(self._claim.path)
+        self._files = RunFiles(self._claim.path, _say, done=state.global_step)
+        self._files.write("config.yaml", yaml.safe_dump({"run": {"out": args.output_dir}}))
         self._files.about(self._about)
         changed = self._files.plan(found.plan.to_json(), facts)
-        self._say(f"memory of a rank: {planned_text(facts['planned_bytes'])}")
+        _say(f"memory of a rank: {planned_text(facts['planned_bytes'])}")
         if state.global_step:
             under = "" if changed is None else f", under another plan: {changed}"
             self.event("resumed", f"from step {state.global_step}{under}")
@@ -364,7 +351,7 @@ class Records(StepCallback):
             bigram_loss=None,
             train_seconds=seconds,
             tokens_per_second=self._tokens / max(seconds, 1e-9),
-            out=str(self._directory),
+            out=args.output_dir,
             prediction=None if found.prediction is None else found.prediction.as_dict(),
         )
         self._files.write("summary.json", json.dumps(summary.as_dict(), indent=2) + "\n")
@@ -453,9 +440,9 @@ class Records(StepCallback):
             self._claim.release()
         self._files = self._claim = None
 
-    def _say(self, text: str) -> None:
-        if not self._quiet:
-            print(text, flush=True)
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def stopped_by(callbacks: Iterable[Any]) -> int | None:

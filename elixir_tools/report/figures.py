@@ -6,7 +6,7 @@ of the page. Computes nothing about a training, and reads no file.
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
@@ -85,9 +85,9 @@ def number_text(value: float) -> str:
     return f"{value:,.4g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-def panel(height: float, *, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """An empty figure of so many points, and its axes without a frame."""
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
+def panel(height: float) -> tuple[Figure, Axes]:
+    """An empty figure of so many points in height, and its axes without a frame."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[:].set_visible(False)
@@ -98,7 +98,6 @@ def panel(height: float, *, width: float = WIDTH) -> tuple[Figure, Axes]:
 def lines(
     series: Sequence[Series],
     *,
-    text: Callable[[float], str] = number_text,
     from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Figure:
@@ -106,7 +105,6 @@ def lines(
 
     Args:
         series: the lines, each with a point at least.
-        text: writes a value at the axis.
         from_zero: whether the axis of values begins at 0.
         marks: (step, word) of vertical lines; words that would meet are in three rows, and the rest is left out.
     """
@@ -125,7 +123,7 @@ def lines(
         axes.yaxis.set_major_locator(MaxNLocator(5))
         if from_zero:
             axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
     axes.grid(axis="y", color=light("grid"), linewidth=0.8)
     axes.set_axisbelow(True)
