@@ -25,7 +25,7 @@ from elixir_tools.verify import cases
 from elixir_tools.verify.certificate import Check, as_dicts, certify, first_failed
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.ranks import on_ranks
-from elixir_tools.verify.training import Backend, Planned, Setup, run_on_ranks
+from elixir_tools.verify.training import Planned, Setup, run_on_ranks
 
 _MOST_RANKS = 64
 
@@ -47,7 +47,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def compare(
-    known: argparse.Namespace, backend: Backend, folder: Path, under: str, *packages: str
+    known: argparse.Namespace, backend: Planned, folder: Path, under: str, *packages: str
 ) -> tuple[Setup, list[Check], dict[str, Any]]:
     """Trains in both ways and compares: (what was trained, the checks, what `--json` prints of them).
 

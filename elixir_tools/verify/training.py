@@ -1,6 +1,6 @@
 """Trains the same few steps twice: by some backend on all ranks, and in plain PyTorch in one process.
 
-Owns both runs, what they record, and the backend of this library's plans. In the plain run every rank's rows go through
+Owns both runs, what they record, and how a model is trained under a plan. In the plain run every rank's rows go through
 the model one after another and the gradients are averaged, which is what a step on several ranks means. Compares
 nothing.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,67 +48,13 @@ Sums = dict[str, tuple[float, int]]
 """For each module, in order of their ends: the sum of squares of what it returned, and how many numbers that were."""
 
 
-class TrainerUnderTest(Protocol):
-    """A model on this rank, and what trains it. Every method is collective."""
-
-    case: TestCase
-    """The model by the names of the plain one, with its loss and its batches."""
-    runs: nn.Module
-    """The module that a batch is given to: the model, or its wrapper."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The one whose options a schedule changes."""
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Runs the backward of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
-
-    def norms(self) -> dict[str, float]:
-        """Norm of each parameter's gradient, before a clip."""
-
-    def update(self) -> float:
-        """Clips to a norm of `CLIP`, updates and forgets the gradients; returns the norm that was."""
-
-    def weights(self) -> Weights:
-        """All of them, on rank 0; fp32 masters where there are some."""
-
-    def moments(self) -> dict[str, Weights]:
-        """Moments of AdamW, on rank 0; the square root of the second."""
-
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint with what the user's program keeps there."""
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Reads one; returns `extra`."""
-
-    def export(self, folder: Path) -> None:
-        """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
-
-    def close(self) -> None:
-        """Releases what it holds in addition to the model."""
-
-
-class Backend(Protocol):
-    """How a model is trained on several ranks; it can be sent to other processes."""
-
-    @property
-    def not_done(self) -> Mapping[str, str]:
-        """{a part of the comparison that it has not: the reason}."""
-
-    def begin(self, setup: "Setup", seed: int) -> TrainerUnderTest:
-        """A trainer that is drawn from `seed`. Collective."""
-
-    def started(self, setup: "Setup") -> Weights:
-        """The weights of a model that read the folder of one drawn from `SEED`; none where it has no such folder."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """The settings of both runs."""
 
     source: Source
     """The model, its loss and its batches."""
-    backend: Backend
+    backend: "Planned"
     """The model that is verified."""
     ranks: int
     """Processes that train, until the save."""
@@ -232,7 +178,7 @@ def record_of(setup: Setup) -> Record:
     return Record(**torch.load(setup.folder / "record.pt", weights_only=True))
 
 
-def _end(setup: Setup, trainer: TrainerUnderTest, record: Record) -> None:
+def _end(setup: Setup, trainer: "Wrapped", record: Record) -> None:
     record.outputs = _outputs(trainer.case, trainer.runs, setup.device)
     trainer.export(setup.folder / "export")
     trainer.close()
@@ -244,7 +190,7 @@ def _leave(setup: Setup, record: Record) -> None:
         torch.save({name: getattr(record, name) for name in Record.__dataclass_fields__}, setup.folder / "record.pt")
 
 
-def _step(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR, record: Record, step: int) -> None:
+def _step(setup: Setup, trainer: "Wrapped", schedule: LambdaLR, record: Record, step: int) -> None:
     """Weights are read behind a forward that has used them: to read them might bring them up to date."""
     case, losses, sums = trainer.case, torch.zeros((), dtype=torch.float64), Sums()
     for micro in range(setup.accumulation):
@@ -267,7 +213,7 @@ def _step(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR, record: R
     schedule.step()
 
 
-def _end_half(setup: Setup, trainer: TrainerUnderTest, record: Record) -> None:
+def _end_half(setup: Setup, trainer: "Wrapped", record: Record) -> None:
     """A forward with the weights of the last step, before they are read."""
     case, sums = trainer.case, Sums()
     with torch.no_grad(), _modules_watched(case.model, sums, watched=True):
@@ -312,7 +258,7 @@ def _seed_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _change_all(setup: Setup, trainer: TrainerUnderTest) -> None:
+def _change_all(setup: Setup, trainer: "Wrapped") -> None:
     """Changes what a load is to restore: options, and what `OWN_STATE` means."""
     for group in trainer.optimizer.param_groups:
         for name, value in group.items():
@@ -326,7 +272,7 @@ def _change_all(setup: Setup, trainer: TrainerUnderTest) -> None:
             buffer.copy_(buffer + 1)
 
 
-def _kept(setup: Setup, trainer: TrainerUnderTest, schedule: LambdaLR) -> Weights:
+def _kept(setup: Setup, trainer: "Wrapped", schedule: LambdaLR) -> Weights:
     """Returns {name: value} of what a checkpoint keeps of this rank besides weights and moments."""
     groups = trainer.optimizer.param_groups
     said = {f"param_group {i}, {name}": group[name] for i, group in enumerate(groups) for name in group}
@@ -404,17 +350,20 @@ def _modules_watched(model: nn.Module, sums: Sums, *, watched: bool) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Training under a plan of this library."""
+    """Training under a plan of this library. It can be sent to other processes.
+
+    Whatever has the same methods can take its place in a `Setup`, as other libraries do in tests.
+    """
 
     plan: AskedPlan
 
     @property
     def not_done(self) -> Mapping[str, str]:
-        """See `Backend.not_done`."""
+        """{a part of the comparison that cannot be made: the reason}."""
         return {}
 
     def begin(self, setup: Setup, seed: int) -> "Wrapped":
-        """See `Backend.begin`."""
+        """A trainer that is drawn from `seed`. Collective."""
         torch.manual_seed(seed)
         case = setup.source.build(under_plan=True)
         sample = own_rows(batch_of(case, 0, 0), setup.device)
@@ -428,7 +377,10 @@ class Planned:
         return Wrapped(case=case, runs=model, optimizer=optimizer, setup=setup)
 
     def started(self, setup: Setup) -> Weights:
-        """See `Backend.started`: `em.wrap` reads what transformers saved; models with adapters have no such folder."""
+        """The weights of a model that read the folder of one drawn from `SEED`, as transformers writes it.
+
+        There are none for a model with adapters, which has no such folder.
+        """
         torch.manual_seed(SEED)
         case = setup.source.build(under_plan=True)
         model: Any = case.model
@@ -452,51 +404,54 @@ class Planned:
 
 @dataclass(kw_only=True, slots=True)
 class Wrapped:
-    """A model that `em.wrap` has wrapped. See `TrainerUnderTest`."""
+    """A model on this rank that `em.wrap` has wrapped, and its training. Every method is collective."""
 
     case: TestCase
+    """The model by the names of the plain one, with its loss and its batches."""
     runs: nn.Module
+    """The module that a batch is given to: the model, or its wrapper."""
     optimizer: ShardedOptimizer
+    """The one whose options a schedule changes."""
     setup: Setup
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `TrainerUnderTest.backward`."""
+        """Runs the backward of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
         (loss / self.setup.accumulation).backward()
 
     def norms(self) -> dict[str, float]:
-        """See `TrainerUnderTest.norms`."""
+        """Norm of each parameter's gradient, before a clip."""
         return self.optimizer.grad_norms()
 
     def update(self) -> float:
-        """See `TrainerUnderTest.update`."""
+        """Clips to a norm of `CLIP`, updates and forgets the gradients; returns the norm that was."""
         norm = float(self.optimizer.clip_grad_norm_(CLIP))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def weights(self) -> Weights:
-        """See `TrainerUnderTest.weights`."""
+        """All of them, on rank 0; fp32 masters where there are some."""
         return _full(self.runs)
 
     def moments(self) -> dict[str, Weights]:
-        """Returns the moments of the checkpoint that was saved."""
+        """Moments of AdamW in the checkpoint that was saved, on rank 0; the square root of the second."""
         return _saved_moments(self.setup.folder / "checkpoint") if dist.get_rank() == 0 else {}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """See `TrainerUnderTest.save`."""
+        """Writes a checkpoint with what the user's program keeps there."""
         save(folder, self.runs, self.optimizer, extra=extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """See `TrainerUnderTest.load`."""
+        """Reads one; returns `extra`."""
         found: dict[str, Any] = load(folder, self.runs, self.optimizer)
         return found
 
     def export(self, folder: Path) -> None:
-        """See `TrainerUnderTest.export`."""
+        """Writes what transformers and peft read, or ``*.safetensors`` of a model that is not theirs."""
         save_pretrained(self.runs, folder)
 
     def close(self) -> None:
-        """See `TrainerUnderTest.close`."""
+        """Releases what it holds in addition to the model."""
         self.optimizer.close()
 
 

@@ -31,8 +31,8 @@ from elixir_tools.verify.training import (
     RESUME,
     SEED,
     Setup,
-    TrainerUnderTest,
     Weights,
+    Wrapped,
     counts_over_ranks,
     optimizer_of,
 )
@@ -40,17 +40,17 @@ from elixir_tools.verify.training import (
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another library. See `Backend`."""
+    """Another library. See `Planned`."""
 
     name: str
 
     @property
     def not_done(self) -> Mapping[str, str]:
-        """See `Backend.not_done`."""
+        """See `Planned.not_done`."""
         return _KINDS[self.name].not_done
 
-    def begin(self, setup: Setup, seed: int) -> TrainerUnderTest:
-        """See `Backend.begin`. Raises ConfigError if the peer cannot train this model."""
+    def begin(self, setup: Setup, seed: int) -> Wrapped:
+        """See `Planned.begin`. Raises ConfigError if the peer cannot train this model."""
         torch.manual_seed(seed)
         case = setup.source.build()
         if counts_over_ranks(case.model):
@@ -61,7 +61,7 @@ class Peer:
         return _KINDS[self.name].begin(setup, case)
 
     def started(self, setup: Setup) -> Weights:
-        """See `Backend.started`."""
+        """See `Planned.started`."""
         if FOLDER in self.not_done:
             return {}
         trainer = self.begin(setup, SEED)
@@ -86,7 +86,7 @@ def peer(name: str) -> Peer:
 
 @dataclass(kw_only=True, slots=True)
 class OfTorch:
-    """A model whose gradients are tensors or DTensors, and an optimizer of torch over them. See `TrainerUnderTest`."""
+    """A model whose gradients are tensors or DTensors, and an optimizer of torch over them. See `Wrapped`."""
 
     case: TestCase
     runs: nn.Module
@@ -94,11 +94,11 @@ class OfTorch:
     accumulation: int
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `TrainerUnderTest.backward`; gradients are reduced after each, and added."""
+        """See `Wrapped.backward`; gradients are reduced after each, and added."""
         (loss / self.accumulation).backward()
 
     def norms(self) -> dict[str, float]:
-        """See `TrainerUnderTest.norms`."""
+        """See `Wrapped.norms`."""
         named = self.case.model.named_parameters()
         return {name: float(_whole(p.grad).norm()) for name, p in named if p.grad is not None}
 
@@ -107,18 +107,18 @@ class OfTorch:
         return nn.utils.clip_grad_norm_(self.case.model.parameters(), CLIP)
 
     def update(self) -> float:
-        """See `TrainerUnderTest.update`."""
+        """See `Wrapped.update`."""
         norm = float(_whole(self.clip()))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def weights(self) -> Weights:
-        """See `TrainerUnderTest.weights`."""
+        """See `Wrapped.weights`."""
         return {name: _whole(p).float().clone() for name, p in self.case.model.named_parameters()}
 
     def moments(self) -> dict[str, Weights]:
-        """See `TrainerUnderTest.moments`."""
+        """See `Wrapped.moments`."""
         found: dict[str, Weights] = {}
         for module in self.case.model.modules():
             if isinstance(module, FSDPModule):  # without a backward, the root stays gathered, in other parameters
@@ -186,13 +186,13 @@ def _trained(case: TestCase) -> torch.optim.Optimizer:
     return optimizer_of(case, (p for p in case.model.parameters() if p.requires_grad))
 
 
-def _ddp(setup: Setup, case: TestCase) -> TrainerUnderTest:
+def _ddp(setup: Setup, case: TestCase) -> Wrapped:
     """`DistributedDataParallel`, as mixtures need it: a step may leave parameters out."""
     runs = parallel.DistributedDataParallel(case.model, find_unused_parameters=True)
     return OfTorch(case=case, runs=runs, optimizer=_trained(case), accumulation=setup.accumulation)
 
 
-def _fsdp2(setup: Setup, case: TestCase) -> TrainerUnderTest:
+def _fsdp2(setup: Setup, case: TestCase) -> Wrapped:
     """`fully_shard` of each block and of the root. A block is what an outermost `nn.ModuleList` lists."""
     from torch.distributed import fsdp
 
@@ -230,7 +230,7 @@ class OfTransformers(OfTorch):
         dist.barrier()
 
 
-def _hf_ep(setup: Setup, case: TestCase) -> TrainerUnderTest:
+def _hf_ep(setup: Setup, case: TestCase) -> Wrapped:
     """``from_pretrained(distributed_config=...)``: each rank its own rows and experts."""
     from transformers import DistributedConfig
 
@@ -266,20 +266,20 @@ def _hf_ep(setup: Setup, case: TestCase) -> TrainerUnderTest:
 
 @dataclass(kw_only=True, slots=True)
 class OfDeepSpeed:
-    """A model in DeepSpeed's engine. See `TrainerUnderTest`."""
+    """A model in DeepSpeed's engine. See `Wrapped`."""
 
     case: TestCase
     runs: Any
     optimizer: torch.optim.Optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `TrainerUnderTest.backward`; the engine divides by the micro-batches, and wants each to end in `step`."""
+        """See `Wrapped.backward`; the engine divides by the micro-batches, and wants each to end in `step`."""
         self.runs.backward(loss)
         if not last:
             self.runs.step()
 
     def norms(self) -> dict[str, float]:
-        """See `TrainerUnderTest.norms`."""
+        """See `Wrapped.norms`."""
         from deepspeed.utils import safe_get_full_grad
 
         named = [(name, p) for name, p in self.case.model.named_parameters() if p.requires_grad]
@@ -287,12 +287,12 @@ class OfDeepSpeed:
         return {name: float(gradient.float().norm()) for name, gradient in found if gradient is not None}
 
     def update(self) -> float:
-        """See `TrainerUnderTest.update`."""
+        """See `Wrapped.update`."""
         self.runs.step()
         return float(self.runs.get_global_grad_norm())
 
     def weights(self) -> Weights:
-        """See `TrainerUnderTest.weights`; frozen ones have no master."""
+        """See `Wrapped.weights`; frozen ones have no master."""
         from deepspeed import zero
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -306,7 +306,7 @@ class OfDeepSpeed:
         return found
 
     def moments(self) -> dict[str, Weights]:
-        """See `TrainerUnderTest.moments`."""
+        """See `Wrapped.moments`."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found: dict[str, Weights] = {}
@@ -317,11 +317,11 @@ class OfDeepSpeed:
         return found
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """See `TrainerUnderTest.save`."""
+        """See `Wrapped.save`."""
         self.runs.save_checkpoint(str(folder), client_state=extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """See `TrainerUnderTest.load`."""
+        """See `Wrapped.load`."""
         extra: dict[str, Any] = self.runs.load_checkpoint(str(folder))[1]
         return extra
 
@@ -337,7 +337,7 @@ class OfDeepSpeed:
         dist.barrier()
 
     def close(self) -> None:
-        """See `TrainerUnderTest.close`."""
+        """See `Wrapped.close`."""
         self.runs.destroy()
 
 
@@ -346,10 +346,10 @@ def stage_of(name: str) -> int:
     return int(name.partition("-")[2] or 3)
 
 
-def _zero(stage: int) -> Callable[[Setup, TestCase], TrainerUnderTest]:
+def _zero(stage: int) -> Callable[[Setup, TestCase], Wrapped]:
     """The engine with ZeRO of that stage."""
 
-    def begin(setup: Setup, case: TestCase) -> TrainerUnderTest:
+    def begin(setup: Setup, case: TestCase) -> Wrapped:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
         import deepspeed
@@ -377,7 +377,7 @@ def _zero(stage: int) -> Callable[[Setup, TestCase], TrainerUnderTest]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    begin: Callable[[Setup, TestCase], TrainerUnderTest]
+    begin: Callable[[Setup, TestCase], Wrapped]
     not_done: Mapping[str, str]
     needs: Mapping[str, str]
     """{a module: what installs it}."""
