@@ -60,10 +60,7 @@ class DataConfig:
 
     paths: tuple[str, ...] = ()
     """Files or glob patterns, joined in order; if empty, the English text of Python's own help."""
-    validation: Annotated[
-        float,
-        Check("a share between 0 and 1", lambda share: 0 < share < 1),
-    ] = 0.1
+    validation: Annotated[float, Check("a share between 0 and 1", lambda share: 0 < share < 1)] = 0.1
     """Fraction of the text, from the end, kept for validation."""
 
     def __post_init__(self) -> None:
@@ -125,11 +122,6 @@ class PlanConfig:
         preset: Callable[..., Plan] = getattr(Plan, self.kind)
         return preset(**given)
 
-    @property
-    def precision(self) -> dict[str, Any]:
-        """The arguments of a `Plan` preset that say in which precision state is kept, where they are given."""
-        return {name: value for name in ("master", "moments") if (value := getattr(self, name)) is not None}
-
 
 def _no_step(model: "nn.Module", sample: Any) -> None:
     raise AssertionError("a step that is never run")
@@ -141,10 +133,7 @@ class OptimizerConfig:
 
     lr: Annotated[float, ABOVE_0] = 1e-3
     """Peak learning rate."""
-    betas: Annotated[
-        tuple[float, float],
-        Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1),
-    ] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Check("a number from 0 to below 1", lambda beta: 0 <= beta < 1)] = (0.9, 0.95)
     """Decay rates of the two moments, per step."""
     eps: Annotated[float, ABOVE_0] = 1e-8
     """Added to the square root of the second moment."""
@@ -152,15 +141,9 @@ class OptimizerConfig:
     """Decoupled weight decay, for parameters with two or more dims only."""
     warmup_steps: Annotated[int, at_least(0)] = 50
     """Steps of linear warm-up to the peak learning rate."""
-    final_lr: Annotated[
-        float,
-        Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1),
-    ] = 0.1
+    final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
     """Learning rate of the last step, as a fraction of lr."""
-    clip_norm: Annotated[
-        float | None,
-        ABOVE_0,
-    ] = 1.0
+    clip_norm: Annotated[float | None, ABOVE_0] = 1.0
     """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
     watch.memory_tries=0, from the first checkpoint on."""
 
@@ -181,25 +164,13 @@ class RunConfig:
     checkpoint; never: refuse a used out; otherwise: the path of a checkpoint to start from."""
     timeout_seconds: Annotated[float, at_least(1, "second"), _FINITE] = 600.0
     """Seconds a rank waits for the others before all ranks end with an error."""
-    steps: Annotated[
-        int,
-        at_least(1),
-    ] = 100
+    steps: Annotated[int, at_least(1)] = 100
     """Optimizer steps."""
-    global_batch: Annotated[
-        int,
-        at_least(1),
-    ] = 32
+    global_batch: Annotated[int, at_least(1)] = 32
     """Samples per step, over all ranks and micro-batches; a sample is a row of tokens."""
-    accumulation: Annotated[
-        int,
-        at_least(1),
-    ] = 1
+    accumulation: Annotated[int, at_least(1)] = 1
     """Micro-batches that each rank runs per optimizer step."""
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"],
-        Respelled(short_dtype),
-    ] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Respelled(short_dtype)] = "fp32"
     """Dtype of forward and backward; plan.master and plan.moments say in which master weights and moments are kept."""
     loss: Literal["whole", "fused"] = "whole"
     """whole: the cross-entropy of all logits; fused: the same without logits, by em.linear_cross_entropy."""
