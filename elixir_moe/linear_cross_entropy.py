@@ -32,6 +32,10 @@ from elixir_moe.quantized.products import computed_in
 from elixir_moe.torch_private import keeps_graph
 
 _CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES_OF_ACCELERATOR = 512 * 2**20
+"""Each chunk reads the whole head, and reads and writes its gradient. With a vocabulary of 152k, 512 MiB are the logits
+of 883 tokens: enough products for a byte read that an H100 or a 4090 computes most of the time. 64 MiB are 110 tokens.
+"""
 _CACHED_BYTES = 4 * 2**20
 """Bytes of a weight that a CPU widens or decodes at a time: the product then finds them in the cache."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -47,7 +51,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Computes ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits; () fp32.
 
@@ -68,13 +72,15 @@ def linear_cross_entropy(
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
         softcap: logits become ``softcap * tanh(logits / softcap)``, as in Gemma's heads.
         reduction: the mean over tokens that count, or their sum.
-        chunk_bytes: most bytes of logits at once. Two such buffers exist.
+        chunk_bytes: most bytes of logits at once. Two such buffers exist. By default 64 MiB on a CPU, 512 MiB on a GPU.
 
     Raises:
         ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a DTensor, or
             a module that does more than a product (for example one with adapters).
     """
     tiles = [_as_computed(tile, hidden) for tile in _tiles_of(weight, bias)]
+    if chunk_bytes is None:
+        chunk_bytes = _CHUNK_BYTES_OF_ACCELERATOR if _on_accelerator(hidden) else _CHUNK_BYTES
     head = _Head(label_smoothing=label_smoothing, softcap=softcap, chunk_bytes=chunk_bytes)
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"linear_cross_entropy: reduction={reduction!r}: expected 'mean' or 'sum'")
@@ -228,6 +234,7 @@ class _Whole(torch.autograd.Function):
         sums = _Gradients.of(rows, weight, needs)
         losses = rows.new_empty(len(rows), dtype=sums.dtype)
         smooth = head.label_smoothing
+        of_picked, of_total = (losses.new_full((1,), value) for value in (smooth - 1, -smooth / len(weight)))
         with torch.autocast(rows.device.type, enabled=False):
             for part, chunk in _chunks(rows, weight, whole.bias, labels, head):
                 sum_of_exp, picked, total = chunk.statistics()
@@ -235,9 +242,8 @@ class _Whole(torch.autograd.Function):
                 if smooth:
                     losses[part] -= total * (smooth / len(weight))
                 if any(needs):
-                    ones = torch.ones_like(sum_of_exp)
-                    chunk.to_gradient(sum_of_exp, ones, (smooth - 1) * ones, (-smooth / len(weight)) * ones)
-                    sums.add(chunk.logits, rows[part], part, weight, head.chunk_bytes)
+                    chunk.to_gradient(sum_of_exp, None, of_picked, of_total)
+                    sums.add(chunk, part, weight)
         ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
         ctx.dtypes = [None if t is None else t.dtype for t in (rows, *whole[:2])]
         return losses.sum()
@@ -297,7 +303,7 @@ class _Tile(torch.autograd.Function):
         found = _Gradients.of(rows, weight, ctx.needs_input_grad[:3])
         for part, chunk in _chunks(rows, weight, bias, labels, ctx.head):
             chunk.to_gradient(sums[part], *(grad[part] for grad in grads))
-            found.add(chunk.logits, rows[part], part, weight, ctx.head.chunk_bytes)
+            found.add(chunk, part, weight)
         made = zip((found.rows, found.weight, found.bias), (rows, given, bias), strict=True)
         return *(None if grad is None else grad.to(of.dtype) for grad, of in made), *(None,) * 6
 
@@ -330,6 +336,11 @@ class _Decoded:
 _Weight = Tensor | _Decoded
 
 
+def _on_accelerator(tensor: Tensor) -> bool:
+    """Whether products are those of an accelerator, as a trace assumes for tensors without data."""
+    return tensor.is_cuda or not has_data(tensor)
+
+
 def _wide(tensor: _Weight) -> torch.dtype:
     """The dtype of sums: fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
@@ -339,12 +350,16 @@ def _wide(tensor: _Weight) -> torch.dtype:
 class _Chunk:
     """The logits of some tokens."""
 
+    rows: Tensor
+    """(n, d), the tokens in the weight's dtype."""
     logits: Tensor
     """(n, V) fp32."""
     spare: Tensor
     """Scratch memory of the size of the logits."""
-    labels: Tensor
-    """(n,), counted from the first row of this part of the head."""
+    columns: Tensor
+    """(n, 1): the column of each label; 0 where it is not in this part of the head."""
+    inside: Tensor
+    """(n,): whether the label is in this part of the head."""
     head: _Head
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -352,26 +367,34 @@ class _Chunk:
         most = self.logits.amax(1, keepdim=True)
         torch.sub(self.logits, most, out=self.spare).exp_()
         sums = self.spare.sum(1).log_().add_(most.squeeze(1))
-        columns, inside = self._columns()
-        picked = self.logits.gather(1, columns).squeeze(1).where(inside, 0.0)
+        picked = self.logits.gather(1, self.columns).squeeze(1).where(self.inside, 0.0)
         return sums, picked, self.logits.sum(1) if self.head.label_smoothing else torch.zeros_like(sums)
 
-    def to_gradient(self, sums: Tensor, of_sums: Tensor, of_picked: Tensor, of_totals: Tensor) -> None:
-        """Turns logits into their gradient, given `sums` of `statistics` and the gradients of what it returned."""
+    def to_gradient(self, sums: Tensor, of_sums: Tensor | None, of_picked: Tensor, of_totals: Tensor) -> None:
+        """Turns logits into their gradient, given `sums` of `statistics` and the gradients of what it returned.
+
+        None stands for ones. The scratch memory is free afterwards.
+        """
         if self.head.softcap is not None:  # the derivative of the cap, before its logits are overwritten
             torch.div(self.logits, self.head.softcap, out=self.spare).square_().neg_().add_(1.0)
-        grad = self.logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
-        columns, inside = self._columns()
-        grad.scatter_add_(1, columns, of_picked.where(inside, 0.0).unsqueeze(1))
+        grad = self.logits.sub_(sums.unsqueeze(1)).exp_()
+        if of_sums is not None:
+            grad.mul_(of_sums.unsqueeze(1))
+        grad.scatter_add_(1, self.columns, torch.where(self.inside, of_picked, 0.0).unsqueeze(1))
         if self.head.label_smoothing:
             grad.add_(of_totals.unsqueeze(1))
         if self.head.softcap is not None:
             grad.mul_(self.spare)
 
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        """Returns ((n, 1) column of each label, (n,) whether the label is in this part of the head)."""
-        inside = (self.labels >= 0) & (self.labels < self.logits.shape[1])
-        return self.labels.where(inside, 0).unsqueeze(1), inside
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        """Returns the logits, or their gradient, for products with a weight of `dtype`.
+
+        On an accelerator both operands need one dtype; the scratch memory holds the narrower copy.
+        """
+        if dtype == self.logits.dtype or not _on_accelerator(self.logits):
+            return self.logits
+        narrow = self.spare.view(-1).view(dtype)[: self.logits.numel()].view_as(self.logits)
+        return narrow.copy_(self.logits)
 
 
 def _chunks(
@@ -380,14 +403,17 @@ def _chunks(
     """Yields the slice of tokens and the logits of each chunk, all in the same memory."""
     size = max(1, head.chunk_bytes // max(1, len(weight) * _wide(weight).itemsize))
     memory = [rows.new_empty(min(size, len(rows)), len(weight), dtype=_wide(weight)) for _ in range(2)]
+    inside = (labels >= 0) & (labels < len(weight))
+    columns = labels.where(inside, 0).unsqueeze(1)
     for _, part in pieces(cut(len(rows), size), rows):
         logits, spare = (half[: part.stop - part.start] for half in memory)
-        _to_logits(rows[part].to(weight.dtype), weight, logits, head.chunk_bytes)
+        operand = rows[part].to(weight.dtype)
+        _to_logits(operand, weight, logits, head.chunk_bytes)
         if bias is not None:
             logits.add_(bias)
         if head.softcap is not None:
             logits.div_(head.softcap).tanh_().mul_(head.softcap)
-        yield part, _Chunk(logits, spare, labels[part], head)
+        yield part, _Chunk(operand, logits, spare, columns[part], inside[part], head)
 
 
 @dataclass(slots=True)
@@ -411,30 +437,27 @@ class _Gradients:
             rows.new_zeros(len(weight), dtype=wide) if needs[2] else None,
         )
 
-    def add(self, grad: Tensor, rows: Tensor, part: slice, weight: _Weight, most_bytes: int) -> None:
-        """Adds the gradients that follow from the (n, V) gradient of the logits of `rows`, the tokens at `part`."""
+    def add(self, chunk: _Chunk, part: slice, weight: _Weight) -> None:
+        """Adds the gradients that follow from the gradient of the logits of the tokens at `part`."""
         if self.bias is not None:
-            self.bias += grad.sum(0)
-        if grad.is_cuda:  # products need both operands in one dtype
-            grad = grad.to(weight.dtype)
+            self.bias += chunk.logits.sum(0)
+        grad = chunk.operand(weight.dtype)
         if self.rows is not None:
-            _to_tokens(grad, weight, self.rows[part], most_bytes)
-        if self.weight is None:
-            return
-        rows = rows.to(weight.dtype)
-        if grad.dtype == self.dtype:
-            self.weight.addmm_(grad.t(), rows.to(self.dtype))
-            return
-        for block in _blocks(weight, most_bytes, on=grad):  # a product cannot add to a sum of a wider dtype
-            self.weight[block] += _wide_product(grad[:, block].t(), rows)
+            _to_tokens(grad, weight, self.rows[part], chunk.head.chunk_bytes)
+        if self.weight is not None:
+            _multiply(grad.t(), chunk.rows, self.weight, add=True)
 
 
 def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
-    """Yields slices of the weight's rows with at most `most_bytes` in the dtype of sums, and fewer `on` a CPU.
+    """Yields slices of the weight's rows, of which products need a decoded or widened copy: most often all rows.
 
-    Fake tensors count as those of an accelerator: a trace would spend its time on the small blocks of a CPU.
+    A copy has at most `most_bytes` in the dtype of sums, and fewer on a CPU. Fake tensors count as those of an
+    accelerator: a trace would spend its time on the small blocks of a CPU.
     """
-    if not on.is_cuda and has_data(on):
+    if isinstance(weight, Tensor) and (weight.dtype == _wide(weight) or _on_accelerator(on)):
+        yield slice(0, len(weight))
+        return
+    if not _on_accelerator(on):
         most_bytes = min(most_bytes, _CACHED_BYTES)
     size = max(1, most_bytes // max(1, weight.shape[1] * _wide(weight).itemsize))
     if isinstance(weight, _Decoded):  # whole blocks of rows
@@ -445,11 +468,8 @@ def _blocks(weight: _Weight, most_bytes: int, *, on: Tensor) -> Iterator[slice]:
 
 def _to_logits(rows: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> None:
     """Writes the (n, V) product of tokens and weight to `out`."""
-    if isinstance(weight, Tensor) and weight.dtype == out.dtype:
-        torch.mm(rows, weight.t(), out=out)
-        return
     for block in _blocks(weight, most_bytes, on=rows):
-        out[:, block] = _wide_product(rows, weight[block].t())
+        _multiply(rows, weight[block].t(), out[:, block])
 
 
 def _to_tokens(grad: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> None:
@@ -459,15 +479,22 @@ def _to_tokens(grad: Tensor, weight: _Weight, out: Tensor, most_bytes: int) -> N
         return
     sums = out.new_zeros(out.shape, dtype=_wide(weight))
     for block in _blocks(weight, most_bytes, on=grad):
-        sums += _wide_product(grad[:, block], weight[block])
+        _multiply(grad[:, block], weight[block], sums, add=True)
     out.copy_(sums)
 
 
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns ``left @ right`` of 16-bit operands in fp32; a CPU has no such product, so the operands are widened."""
-    wide = torch.promote_types(_wide(left), _wide(right))
-    if left.is_cuda and left.dtype == right.dtype != wide:
-        return torch.mm(left, right, out_dtype=wide)
-    if left.dtype == right.dtype and not has_data(left):
-        return (left @ right).to(wide)
-    return left.to(wide) @ right.to(wide)
+def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Writes the product of two matrices to `out`, whose dtype may be wider than theirs; or adds it.
+
+    A CPU has no product of 16-bit operands in fp32, so the operands are widened there.
+    """
+    if not _on_accelerator(out):
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    if left.dtype == out.dtype:
+        torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
+    elif not has_data(out):  # fake tensors lack these products; this one has their cost
+        torch.mm(left, right, out=out.view(left.dtype)[:, : out.shape[1]])
+    elif add:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)

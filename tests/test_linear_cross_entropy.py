@@ -4,7 +4,9 @@ Tolerance. Losses and gradients are sums of the same products. A sum of n terms 
 1e-7 * s * sqrt(n) in another order. Here s is below 4 and n at most 75, so 4e-6 covers sums; means are smaller.
 """
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import elixir_moe as em
 from elixir_moe.errors import ConfigError
 from elixir_moe.quantized.formats import SCHEMES
-from elixir_moe.torch_private import TorchDispatchMode, tree_leaves
+from elixir_moe.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves
 from tests.support.cases import with_further
 from tests.support.parity import TOLERANCE, assert_alike, make_optimizer, trained
 from tests.support.ranks import RankPool
@@ -228,6 +230,67 @@ def test_no_tensor_is_large_but_the_gradient_of_the_head(tokens: int, vocabulary
         em.linear_cross_entropy(hidden, weight, labels, chunk_bytes=most).backward()
     assert largest.times == 1, "the gradient of the head"
     assert largest.nbytes <= most
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that would launch a kernel on a GPU, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        on_host = ("prim.", "aten.promote_types", "aten.scalar_tensor", "aten.empty", "aten.new_empty")
+        if not func.is_view and not name.startswith(on_host):
+            self.launched[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_an_accelerator_launches_few_kernels(weight: torch.dtype, tiles: int) -> None:
+    """Fake tensors take its path: three products a chunk, of five chunks; a tile computes its logits twice."""
+    tokens, vocabulary, width = 4096, 152_000, 4096
+    with FakeTensorMode(), Operators() as seen, Largest(but=vocabulary * width // tiles) as largest:
+        hidden = torch.empty(tokens, width, dtype=weight, requires_grad=True)
+        model = nn.Sequential(nn.Linear(width, vocabulary, bias=False, dtype=weight))
+        head = em.tile(model, at_most=vocabulary * width * weight.itemsize // tiles)[0]
+        seen.launched.clear()
+        largest.nbytes = 0
+        em.linear_cross_entropy(hidden, head, torch.empty(tokens, dtype=torch.int64)).backward()
+    products = sum(count for name, count in seen.launched.items() if "mm" in name)
+    assert products == (15 if tiles == 1 else 2 * 4 * 3), seen.launched
+    assert seen.launched.total() <= (140 if tiles == 1 else 205), seen.launched
+    assert largest.nbytes <= 512 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "label_smoothing": 0.2}], ids=str)
+def test_an_accelerator_multiplies_operands_of_one_dtype(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With products that a CPU lacks replaced. The gradient of the logits, at most 1, is rounded once more, by half of
+    `eps`; it meets 21 tokens below 4, or 75 weights below 4.
+    """
+    module = sys.modules["elixir_moe.linear_cross_entropy"]
+
+    def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+        assert left.dtype == right.dtype == dtype and out.dtype is torch.float32
+        out.copy_(left.float() @ right.float() + (out if add else 0.0))
+
+    monkeypatch.setattr(module, "_on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(module, "_multiply", multiply)
+    hidden, weight, bias, labels = drawn(dtype)
+    wide = [t.detach().float().requires_grad_() for t in (hidden, weight, bias)]
+    wanted = whole(wide[0], wide[1], labels, wide[2], reduction="sum", **options)
+    found = em.linear_cross_entropy(
+        hidden, weight, labels, bias=bias, reduction="sum", chunk_bytes=4 * V * 5, **options
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=4e-6)
+    gradients, eps = torch.autograd.grad(wanted, wide), torch.finfo(dtype).eps
+    for gradient, exact in zip(torch.autograd.grad(found, [hidden, weight, bias]), gradients, strict=True):
+        torch.testing.assert_close(gradient.float(), exact, rtol=eps, atol=4 * eps)
 
 
 def test_a_cpu_widens_as_much_of_a_16_bit_head_as_its_cache_holds() -> None:
