@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights of fused experts."""
-_SETTINGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
+_SETTINGS = ("has_gate", "has_bias", "is_transposed")
 """Attributes that transformers sets on each module of fused experts that its own implementations can run."""
 
 
@@ -103,7 +103,7 @@ class FusedExperts(Joined, nn.Module):
         hidden = self._adapted("gate_up_proj" if this.has_gate else "up_proj", rows, groups, adapters)
         hidden = this._apply_gate(hidden) if this.has_gate else this.act_fn(hidden)
         out = self._adapted("down_proj", hidden, groups, adapters)
-        return this.post_expert_norm(out) if this.has_post_expert_norm else out
+        return this.post_expert_norm(out) if getattr(this, "has_post_expert_norm", False) else out
 
     def _adapted(self, name: str, rows: Tensor, groups: Groups, adapters: Adapters) -> Tensor:
         out = self.product(name, rows, groups)

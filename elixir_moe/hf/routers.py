@@ -159,8 +159,10 @@ def _sent(output: Sequence[Tensor], num_experts: int) -> tuple[Tensor, Tensor]:
     """
     if _place_of_logits(output) == 0:
         weights, chosen = output[1], output[2].detach()
-        chosen = chosen[weights.detach() != 0] if weights.shape == chosen.shape else chosen.reshape(-1)
-        return torch.bincount(chosen, minlength=num_experts)[:num_experts], weights
+        counted = weights.detach() != 0 if weights.shape == chosen.shape else torch.ones_like(chosen, dtype=torch.bool)
+        found = chosen.new_zeros(num_experts + 1, dtype=torch.int64)  # the last for the tokens of no expert
+        found.scatter_add_(0, chosen.reshape(-1).clamp(max=num_experts).long(), counted.reshape(-1).long())
+        return found[:num_experts], weights
     weights = output[1] if len(output) == 3 and output[1].shape[-1] == num_experts else output[0]
     return weights.detach().reshape(-1, num_experts).count_nonzero(dim=0), weights
 

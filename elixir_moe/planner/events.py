@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from elixir_moe.chunks.events import ACCUMULATE, ENTER, LEAVE, REACH, READ, UNPACK, EventKind, StepEvent
+from elixir_moe.errors import ConfigError
 from elixir_moe.moe.layer import MoE
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.meta_tensors import Recording, has_data
@@ -376,7 +377,18 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs the operator. For a product into a given fake tensor, returns that tensor without running anything."""
     if func in _PRODUCTS_INTO and not has_data(kwargs["out"]):
         return kwargs["out"]
+    if func is aten.bincount.default and not has_data(args[0]):
+        return _counts(*args, **kwargs)
     return _grouped(func, *args, **kwargs) if func is GROUPED_MM.default else func(*args, **kwargs)
+
+
+def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Returns counts of numbers without data, all of which are taken to be less than `minlength`."""
+    if not minlength:
+        raise ConfigError(
+            "the step counts numbers by torch.bincount without minlength, so the counts have no known shape"
+        )
+    return numbers.new_empty(minlength, dtype=torch.int64 if weights is None else torch.float64)
 
 
 def _grouped(func: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor:

@@ -238,6 +238,22 @@ def test_a_step_that_reads_values_is_refused() -> None:
         trace(nn.Linear(2, 2), lambda m, x: m(x), torch.ones(1, 2))
 
 
+def counting(minlength: int) -> Any:
+    """A step whose loss counts the largest features, as losses that balance experts do."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        return (torch.bincount(out.argmax(1), minlength=minlength) * out.mean(0)).sum()
+
+    return step
+
+
+def test_counts_have_a_shape_if_the_least_length_is_given() -> None:
+    assert trace(nn.Linear(2, 3), counting(3), torch.ones(4, 2)).events
+    with pytest.raises(ConfigError, match="bincount without minlength"):
+        trace(nn.Linear(2, 3), counting(0), torch.ones(4, 2))
+
+
 class Caching(nn.Linear):
     """Keeps a table in an attribute, and another in a forward that is memoised, as rotary embeddings do."""
 
