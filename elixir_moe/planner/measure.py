@@ -67,13 +67,15 @@ from elixir_moe.runtime.units import build_units, find_parts
 _FORMAT = 3
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
-"""Both sizes exceed the caches of a processor."""
+"""Both sizes exceed the caches of a processor. A GPU copies eight times as much, since it has larger caches."""
 _HOST_ADAM_NUMEL = 1 << 26
 """Elements of an update on the host of a GPU: 1 GB of state, so that pages and caches behave as in a step."""
 _ADAM_STATE_BYTES = 14
 """Bytes per element of that update: an fp32 master and moments, and a gradient in bf16."""
 _WARM_SECONDS = 0.05
 """Updates run for this time before one is measured: an idle core starts at a lower clock."""
+_WARM_GPU_SECONDS = 1.0
+"""Products run for this time before the first measurement on a GPU, which takes longer to raise its clock."""
 _MATRIX = 512
 """Side of the multiplied matrices on a CPU; eight times that on a GPU."""
 _WIRE_BYTES = 1 << 22
@@ -86,7 +88,7 @@ _UNITS = 16
 _REPEATS = 3
 """Timed spans; the fastest counts, since slower ones were disturbed."""
 _SPAN_SECONDS = {"cpu": 0.01, "cuda": 0.1}
-"""The least duration of a span: an idle GPU starts at a lower clock."""
+"""The least duration of a span."""
 _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
 )
@@ -282,6 +284,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     neighbors = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
     v_c, narrow_v_c = _host_adam_rates(device)
+    if cuda:
+        _raise_clock(device)
     v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if cuda else (v_c, narrow_v_c)
     mine = (
         _product_rate(device, getattr(torch, machine["dtype"])),
@@ -414,9 +418,20 @@ def _round_seconds(communicator: Communicator, nbytes: int, device: torch.device
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Speed of square matrix products, in 1e12 operations per second."""
+    a = _matrix(device, dtype)
+    return 2 * len(a) ** 3 / _at_once(lambda: a @ a, device) / 1e12
+
+
+def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     side = _MATRIX * (8 if device.type == "cuda" else 1)
-    a = torch.rand(side, side, device=device).to(dtype)
-    return 2 * side**3 / _at_once(lambda: a @ a, device) / 1e12
+    return torch.rand(side, side, device=device).to(dtype)
+
+
+def _raise_clock(device: torch.device) -> None:
+    """Keeps a GPU computing until its clock is that of training."""
+    a, start = _matrix(device, _compute_dtype(device)), time.perf_counter()
+    while time.perf_counter() - start < _WARM_GPU_SECONDS:
+        _span(lambda: a @ a, 1, device)
 
 
 class _SmallMixture(nn.Module):
@@ -463,18 +478,24 @@ def _efficiency(device: torch.device, dtype: torch.dtype, tflops: float, bandwid
 
 def _memory_rate(device: torch.device) -> float:
     """Bandwidth of device memory, reads plus writes, in 1e9 bytes per second."""
-    a = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
+    a = _copied(device, device)
     b = torch.zeros_like(a)
     return 2 * a.nbytes / _at_once(lambda: b.copy_(a), device) / 1e9
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     """Bandwidth from host memory to the device, and back, in 1e9 bytes per second."""
-    host = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    host = _copied(torch.device("cpu"), device)
+    host = host.pin_memory() if device.type == "cuda" else host
     there = torch.empty_like(host, device=device)
     up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
     down = _at_once(lambda: host.copy_(there, non_blocking=True), device)
-    return _COPY_BYTES / up / 1e9, _COPY_BYTES / down / 1e9
+    return host.nbytes / up / 1e9, host.nbytes / down / 1e9
+
+
+def _copied(memory: torch.device, device: torch.device) -> Tensor:
+    """Random bytes in `memory`, as many as are copied to measure `device`."""
+    return _random_bytes(_COPY_BYTES, memory).repeat(8 if device.type == "cuda" else 1)
 
 
 def _host_adam_rates(device: torch.device) -> tuple[float, float]:
