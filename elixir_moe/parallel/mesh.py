@@ -9,6 +9,7 @@ Ranks are laid out row-major, tensor-parallel ranks next to each other, then exp
     the same ranks, ep=2:         ("edp", "ep", "tp") = [[[0 1] [2 3]] [[4 5] [6 7]]]
 """
 
+import atexit
 import os
 import time
 import uuid
@@ -79,6 +80,7 @@ def init_mesh(
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs forget to export it
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            atexit.register(_end_world)  # nobody else can be waiting for it
     world = dist.get_world_size()
     _check_degree("tp", tp, world, "the ranks of the world")
     ranks = torch.arange(world, device="cpu").view(world // tp, tp)
@@ -122,6 +124,12 @@ def _connected(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     if mesh.device_type == "cuda" and mesh.get_group(axis).size() > 1:
         connect(mesh.get_group(axis), torch.device("cuda", torch.cuda.current_device()))
     return mesh
+
+
+def _end_world() -> None:
+    """Ends a world of one with its process, as NCCL asks for."""
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def _start_name(store: Any, rank: int, ranks: int) -> str:
