@@ -5,7 +5,7 @@ GPU with a fused kernel for grouped products, against a decoding and a product f
 tensor launches nothing; a decoding counts as one launch, as Triton's is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -62,9 +62,14 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def accelerated(*, fused: bool = True, scratch_bytes: int = products.GROUPED_SCRATCH_BYTES) -> Iterator[None]:
     """Multiplies quantized and adapted experts on the CPU as on an accelerator, with a fused kernel or without."""
+
+    def runs_fused(rows: Tensor, shape: Sequence[int]) -> bool:
+        """Whether the CPU's grouped product accepts the rows and matrices, of any dtype."""
+        return fused and len(rows) > 0 and all(n * rows.itemsize % 16 == 0 for n in shape[1:])
+
     with ExitStack() as stack:
         for module in ("elixir_moe.moe.experts", "elixir_moe.quantized.products"):
-            stack.enter_context(mock.patch(f"{module}.runs_fused", lambda rows, shape: fused and len(rows) > 0))
+            stack.enter_context(mock.patch(f"{module}.runs_fused", runs_fused))
         stack.enter_context(mock.patch.object(products, "scratch_bytes", lambda device: scratch_bytes))
         yield
 

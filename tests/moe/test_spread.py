@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import elixir_moe as em
+from benchmarks.launches import accelerated
 from elixir_moe.hf.fused_experts import FusedExperts
 from tests.support.cases import with_further
 from tests.support.every import same_tensors
@@ -99,6 +100,20 @@ def test_ways_of_holding_experts(way: str, world: int, ep: int, ranks: Ranks) ->
     for plan in ("zero3", "offload"):
         for found in ranks(world).run(run, "qwen3-moe", way, PLANS[plan], ep):
             assert_alike(found, wanted, f"{way} {plan}", TOLERANCE, rel=1e-4)
+
+
+def test_experts_are_multiplied_as_on_a_gpu(ranks: Ranks) -> None:
+    """Fused products multiply the rows of a rank's experts, quantized ones after one decoding."""
+    for way in ("bytes", "adapters"):
+        wanted = run("qwen3-moe", way)
+        for found in ranks(2).run(run_fused, way):
+            assert_alike(found, wanted, way, TOLERANCE, rel=1e-4)
+
+
+def run_fused(way: str) -> Any:
+    """(rank) `run` with experts spread over two ranks."""
+    with accelerated():
+        return run("qwen3-moe", way, PLANS["offload"], 2)
 
 
 def test_a_searched_plan_and_a_step_run_without_data(ranks: Ranks) -> None:

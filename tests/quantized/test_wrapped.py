@@ -20,6 +20,7 @@ from peft.tuners.lora.config import KasaConfig
 from torch import Tensor
 
 import elixir_moe as em
+from benchmarks.launches import accelerated
 from elixir_moe.quantized.formats import SCHEMES
 from elixir_moe.quantized.packed import packed_parameters
 from tests.support.cases import placed, with_further
@@ -76,6 +77,21 @@ def test_plans_agree_to_the_bit(scheme: str, world: int, ranks: Ranks) -> None:
     for losses, state in found.values():
         assert losses == pytest.approx(wanted, abs=LOSS_TOLERANCE)
         assert every(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("plan", ["zero3", "offload"])
+def test_plans_meet_the_oracle_with_fused_products(plan: str, ranks: Ranks) -> None:
+    """Adapters and quantized experts are multiplied as on a GPU with a fused kernel."""
+    wanted, trained = plain("qwen3-moe", "nf4")
+    for losses, state in ranks(2).run(run_fused, plan):
+        assert losses == pytest.approx(wanted, abs=LOSS_TOLERANCE)
+        assert every(torch.allclose(state[name], value, atol=3 * ADAPTER_TOLERANCE) for name, value in trained.items())
+
+
+def run_fused(plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    """(rank) `run` as on a GPU with a fused kernel."""
+    with accelerated():
+        return run("qwen3-moe", "nf4", PLANS[plan])
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16])
