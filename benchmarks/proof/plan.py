@@ -85,7 +85,7 @@ _PROCESSES = 8
 """Processes that test side by side on one GPU, where pytest-xdist is."""
 _FIRST_PARITY = "(dense or mixture) and (zero3 or auto)"
 _QUICK = ("ours", "fsdp2-offload")
-"""What is measured first: a ratio says more than a figure."""
+"""The contenders that are measured first: a ratio says more than a figure."""
 _OTHER_TESTS = ("tests/moe/test_moe.py",)
 
 

@@ -51,7 +51,7 @@ def _product(side: int, device: torch.device) -> Callable[[], Any]:
 
 
 def _copy_rates(nbytes: int, device: torch.device) -> dict[str, float]:
-    """Bytes a second of copies up alone, and each way of copies up and down at the same time."""
+    """Bytes a second of copies up only, and each way of copies up and down at the same time."""
     cuda = device.type == "cuda"
     on_host = [torch.randint(255, (nbytes,), dtype=torch.uint8).pin_memory() for _ in range(2)] if cuda else []
     on_host = on_host or [torch.randint(255, (nbytes,), dtype=torch.uint8) for _ in range(2)]
