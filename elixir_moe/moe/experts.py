@@ -155,9 +155,7 @@ class _GroupedLinear(torch.autograd.Function):
             out = F.grouped_mm(rows, _unit_stride(matrices), offs=groups.bounds[1:])
             return out if bias is None else out.add_(bias.index_select(0, groups.experts))
         out = rows.new_empty(len(rows), matrices.shape[2])
-        for e, here in pieces(counts, rows):
-            if counts[e]:
-                _product(rows[here], matrices[e], out[here], None if bias is None else bias[e])
+        multiply_each(rows, matrices, counts, out, bias)
         return out
 
     @staticmethod
@@ -177,6 +175,17 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The gradients of rows, weight and bias; None where none is needed, for example for frozen experts."""
 
 
+def multiply_each(
+    rows: Tensor, matrices: Tensor, counts: Sequence[int], out: Tensor, bias: Tensor | None = None
+) -> None:
+    """Writes the product of each expert's rows and its matrix (L, i, o), plus its bias, to its rows of `out`."""
+    parts, each, outs = rows.split(counts), matrices.unbind(), out.split(counts)  # a view at a time would cost more
+    biases = None if bias is None else bias.unbind()
+    for e, _ in pieces(counts, rows):
+        if counts[e]:
+            _product(parts[e], each[e], outs[e], None if biases is None else biases[e])
+
+
 def _gradients_loop(
     rows: Tensor | None, weight: Tensor, grad: Tensor, counts: list[int], outputs_first: bool, needs: Sequence[bool]
 ) -> _Gradients:
@@ -184,15 +193,18 @@ def _gradients_loop(
     grad_rows = grad.new_empty(len(grad), inputs) if needs[0] else None
     grad_weight = torch.empty_like(weight) if rows is not None else None
     grad_bias = weight.new_empty(len(weight), outputs) if needs[2] else None
-    for e, here in pieces(counts, grad):
-        g = grad[here]
-        if grad_rows is not None and len(g):
-            _product(g, weight[e] if outputs_first else weight[e].t(), grad_rows[here])
-        if grad_weight is not None and rows is not None:  # zeros for an expert without rows
-            left, right = (g, rows[here]) if outputs_first else (rows[here], g)
-            _product(left.t(), right, grad_weight[e])
-        if grad_bias is not None:
-            torch.sum(g, dim=0, out=grad_bias[e])
+    if grad_rows is not None:
+        multiply_each(grad, weight if outputs_first else weight.transpose(1, 2), counts, grad_rows)
+    grads = grad.split(counts)
+    if grad_weight is not None and rows is not None:  # zeros for an expert without rows
+        left, right = (grads, rows.split(counts)) if outputs_first else (rows.split(counts), grads)
+        outs = grad_weight.unbind()
+        for e, _ in pieces(counts, grad):
+            _product(left[e].t(), right[e], outs[e])
+    if grad_bias is not None:
+        outs = grad_bias.unbind()
+        for e, _ in pieces(counts, grad):
+            torch.sum(grads[e], dim=0, out=outs[e])
     return grad_rows, grad_weight, grad_bias
 
 

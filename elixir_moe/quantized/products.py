@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elixir_moe.errors import UsageError
-from elixir_moe.moe.experts import Groups, has_grouped_kernel, runs_fused
+from elixir_moe.moe.experts import Groups, has_grouped_kernel, multiply_each, runs_fused
 from elixir_moe.parallel.meta_tensors import has_data, recordings
 from elixir_moe.parallel.regather import RegatheredParameter
 from elixir_moe.quantized.formats import decoding_itemsize
@@ -182,7 +182,7 @@ def _multiply(
             ends = bounds[experts.start + 1 : experts.stop + 1] - here.start
             out[here] = F.grouped_mm(rows[here].contiguous(), matrices, offs=ends)
         else:
-            _multiply_each(rows[here], matrices, counts, out[here])
+            multiply_each(rows[here], matrices, counts, out[here])
         del matrices  # before the next ones are decoded
     return out
 
@@ -191,10 +191,3 @@ def _decoded(packed: Packed, codes: Tensor, scales: Tensor, dtype: torch.dtype, 
     """Decodes experts' weights to (experts, out, in), with `transposed` viewed as (experts, in, out)."""
     weights = packed.decode(codes, scales, dtype, (len(codes), *packed.shape[-2:]))
     return weights.transpose(1, 2) if transposed else weights
-
-
-def _multiply_each(rows: Tensor, matrices: Tensor, counts: list[int], out: Tensor) -> None:
-    """Writes the product of each expert's rows and its matrix to its rows of `out`."""
-    for part, matrix, to in zip(rows.split(counts), matrices.unbind(), out.split(counts), strict=True):
-        if len(part):
-            torch.mm(part, matrix, out=to)

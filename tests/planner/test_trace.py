@@ -145,8 +145,8 @@ def test_turns_of_a_loop_left_out_count_as_often_as_they_would_run(weight: str, 
 
     def loss(model: Any, rows: Tensor) -> Tensor:
         bounds = torch.linspace(0, len(rows), 8).int()
-        out = model.experts(rows.to(model.head.weight.dtype), Groups(experts=bounds.long(), bounds=bounds))
         labels = torch.zeros(len(rows), dtype=torch.int64)
+        out = model.experts(rows.to(model.head.weight.dtype), Groups(experts=labels, bounds=bounds))
         return linear_cross_entropy(out, model.head, labels, chunk_bytes=10_000)  # 13 chunks, blocks of the weight too
 
     model = Mixed().to(getattr(torch, weight))
