@@ -31,6 +31,9 @@ def native() -> Any:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module(module))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # else `model.to` unties weights, as on no device of torch
 
     def group(store: dist.Store, rank: int, world: int, timeout: Any) -> Any:
         return module.group(dist.ProcessGroupGloo(store, rank, world, timeout))
@@ -53,6 +56,18 @@ def _device_module(native: Any) -> types.ModuleType:
     def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
         native.generator().set_state(state)
 
+    @contextmanager
+    def stream(chosen: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(chosen)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def properties(device: object = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(uuid="threads-0", is_integrated=False, total_memory=native.memory_info()[1])
+
     module = types.ModuleType(f"torch.{NAME}")
     for name, value in {
         "is_available": lambda: True,
@@ -68,7 +83,14 @@ def _device_module(native: Any) -> types.ModuleType:
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: native.synchronize(),
         "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "Stream": lambda device=None, priority=0: torch.Stream(device=NAME, priority=priority),
+        "Event": lambda enable_timing=False, blocking=False: torch.Event(NAME, enable_timing=enable_timing),
+        "stream": stream,
         "mem_get_info": lambda device=None: native.memory_info(),
+        "memory_allocated": lambda device=None: torch.accelerator.memory_allocated(),
+        "memory_reserved": lambda device=None: torch.accelerator.memory_reserved(),
+        "get_device_properties": properties,
+        "cudart": lambda: _HostMemory(native),
         "default_generators": (native.generator(),),
         "manual_seed": seed,
         "manual_seed_all": seed,
@@ -78,6 +100,21 @@ def _device_module(native: Any) -> types.ModuleType:
     }.items():
         setattr(module, name, value)
     return module
+
+
+class _HostMemory:
+    """Page-locking of memory that exists, by the names of CUDA's functions."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self._native.register_host(address, nbytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._native.unregister_host(address)
+        return 0
 
 
 # ------------------------------------------------------------------------------------------------------------- control
@@ -94,13 +131,13 @@ def held(stream: torch.Stream) -> Iterator[None]:
 
 
 @contextmanager
-def delayed(microseconds: int, seed: int = 0) -> Iterator[None]:
-    """Every stream begins each task at random up to so many microseconds late."""
-    native().delay(microseconds, seed)
+def delayed(compute: int, others: int, seed: int = 0) -> Iterator[None]:
+    """The default stream and the others begin each task at random up to so many microseconds late."""
+    native().delay(compute, others, seed)
     try:
         yield
     finally:
-        native().delay(0, seed)
+        native().delay(0, 0, seed)
 
 
 @contextmanager

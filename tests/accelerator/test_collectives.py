@@ -16,7 +16,7 @@ def mine(numel: int = 4) -> torch.Tensor:
 @on_device(2)
 def test_results_are_those_of_gloo() -> None:
     rank = dist.get_rank()
-    with delayed(200, seed=rank):
+    with delayed(200, 200, seed=rank):
         total = mine()
         dist.all_reduce(total)
         gathered = torch.empty(8, device="threads")

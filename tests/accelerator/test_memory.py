@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.accelerator.device import held, limited, native
+from tests.accelerator.device import delayed, held, limited, native
 from tests.accelerator.runner import on_device
 
 MIB = 1 << 20
@@ -133,6 +133,18 @@ def test_a_copy_from_pageable_memory_reads_it_at_once() -> None:
         numbers = host.to("threads", non_blocking=True)
         host.fill_(7)
     assert numbers.cpu()[0].item() == 1
+
+
+@on_device()
+def test_a_blocking_copy_from_the_host_waits() -> None:
+    main, side = torch.accelerator.current_stream(), torch.Stream(device="threads")
+    numbers = torch.zeros(1000, device="threads")
+    with delayed(1000, 0):
+        numbers.add_(1)
+        numbers.copy_(torch.full((1000,), 7.0))
+        assert main.query()
+    with side:
+        assert numbers.cpu()[0].item() == 7
 
 
 @on_device()

@@ -28,7 +28,7 @@ def test_steps_are_close_to_those_of_a_cpu(dtype: str) -> None:
     rows = torch.randn(16, 32, generator=torch.Generator().manual_seed(4)).to(DTYPES[dtype])
     here = network().to(DTYPES[dtype])
     there = copy.deepcopy(here).to("threads")
-    with delayed(100):
+    with delayed(1000, 0):
         for model, device in ((here, "cpu"), (there, "threads")):
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
             for _ in range(STEPS):

@@ -119,7 +119,7 @@ def test_streams_come_from_a_pool() -> None:
 @on_device()
 def test_delays_change_no_result(seed: int) -> None:
     main, side = two_streams()
-    with delayed(LATE_MICROSECONDS, seed):
+    with delayed(LATE_MICROSECONDS, LATE_MICROSECONDS, seed):
         numbers = torch.zeros(100, device="threads")
         for _ in range(10):
             numbers.add_(1)

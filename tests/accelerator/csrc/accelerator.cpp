@@ -41,9 +41,8 @@ PYBIND11_MODULE(_accelerator, module) {
     c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_memory());
 
     module.def("synchronize", &synchronize_device, NoGil());
-    module.def("delay", [](std::int64_t at_most, std::uint64_t seed) { streams().delay(at_most, seed); });
-    module.def("delay_one", [](std::int64_t stream, std::int64_t at_most, std::uint64_t seed) {
-        streams().at(stream).delay(at_most, seed);
+    module.def("delay", [](std::int64_t of_default, std::int64_t of_others, std::uint64_t seed) {
+        streams().delay(of_default, of_others, seed);
     });
     module.def("hold", [](std::int64_t stream, bool held) { streams().at(stream).hold(held); });
     module.def("limit", [](std::size_t nbytes) { device_memory().limit(nbytes); });

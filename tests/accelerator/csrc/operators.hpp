@@ -153,14 +153,6 @@ class Call {
         const auto dtype = given_[has_weight ? 2 : 0].toTensor().scalar_type();
         for (const std::size_t i : {1, 2}) on_meta_[i] = on_meta_[i].toTensor().to(dtype);
     }
-    /// Its backward gets them in fp32 where torch has decomposed the forward, and refuses them.
-    void correct_statistics() {
-        if (schema_.name() != "aten::native_layer_norm_backward") return;
-        const bool has_weight = on_cpu_[5].isTensor() && on_cpu_[5].toTensor().defined();
-        const auto dtype = on_cpu_[has_weight ? 5 : 1].toTensor().scalar_type();
-        for (const std::size_t i : {3, 4}) on_cpu_[i] = on_cpu_[i].toTensor().to(dtype);
-    }
-
     /// Gives an argument such as `out` the size that the operator gives it.
     void resize_outputs() {
         for (std::size_t i = 0; i < arguments(); ++i) {
@@ -204,15 +196,23 @@ class Call {
             };
             stack->push_back(mapped(on_meta_[i], allocated, kDevice));
         }
-        correct_statistics();
         here().submit([op = op_, values = std::move(on_cpu_), places = std::move(places),
                        is_new = std::move(is_new)]() mutable { compute(op, values, places, is_new); });
+    }
+
+    /// The backward of the layer norm gets statistics in fp32 where torch has decomposed the forward, and refuses them.
+    static void correct_statistics(const c10::OperatorHandle& op, Values& values) {
+        if (op.schema().name() != "aten::native_layer_norm_backward") return;
+        const bool has_weight = values[5].isTensor() && values[5].toTensor().defined();
+        const auto dtype = values[has_weight ? 5 : 1].toTensor().scalar_type();
+        for (const std::size_t i : {3, 4}) values[i] = values[i].toTensor().to(dtype);
     }
 
     /// The task: runs the operator for CPUs and moves its new results to their places.
     static void compute(const c10::OperatorHandle& op, Values& values, const std::vector<at::Tensor>& places,
                         const std::vector<bool>& is_new) {
         at::AutoDispatchBelowADInplaceOrView below_autograd;
+        correct_statistics(op, values);
         try {
             op.callBoxed(&values);
         } catch (const c10::Error& error) {
@@ -281,8 +281,8 @@ inline at::Tensor host_side(const at::Tensor& t) {
     return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()));
 }
 
-/// Copies by CUDA's rules: from or to page-locked memory it is asynchronous if it may be, else the host waits. Pageable
-/// memory that is copied to the device may change as soon as the call returns.
+/// Copies by CUDA's rules: the host waits for a copy to or from it, unless it is `non_blocking` and not to pageable
+/// memory. Pageable memory that is copied to the device may change as soon as the call returns.
 inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     if (from.numel() == 0 || to.numel() == 0) return to;
     const bool is_local = is_ours(from) && is_ours(to);
@@ -295,7 +295,8 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
         at::AutoDispatchBelowADInplaceOrView below_autograd;
         target.copy_(source);
     });
-    if (!is_local && !is_staged && !(non_blocking && is_locked)) synchronize(here());
+    const bool may_be_late = non_blocking && (is_locked || is_staged);
+    if (!is_local && !may_be_late) synchronize(here());
     return to;
 }
 

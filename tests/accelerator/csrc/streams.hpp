@@ -163,12 +163,13 @@ class Streams {
         std::lock_guard lock(mutex_);
         return made(next_own_++);
     }
-    /// Applies to the streams that are yet to be made, too.
-    void delay(std::int64_t at_most, std::uint64_t seed) {
+    /// Delays the default stream and all others, those that are yet to be made too.
+    void delay(std::int64_t of_default, std::int64_t of_others, std::uint64_t seed) {
         std::lock_guard lock(mutex_);
-        delay_ = at_most;
+        delay_of_default_ = of_default;
+        delay_of_others_ = of_others;
         seed_ = seed;
-        for (auto& [id, stream] : streams_) stream->delay(at_most, seed);
+        for (auto& [id, stream] : streams_) delay(*stream);
     }
     void synchronize() {
         std::map<std::int64_t, Stream*> all;
@@ -180,11 +181,14 @@ class Streams {
     }
 
   private:
+    void delay(Stream& stream) const {
+        stream.delay(stream.id == kDefaultStream ? delay_of_default_ : delay_of_others_, seed_);
+    }
     Stream& made(std::int64_t id) {
         Stream*& stream = streams_[id];
         if (stream == nullptr) {
             stream = new Stream(id);
-            stream->delay(delay_, seed_);
+            delay(*stream);
         }
         return *stream;
     }
@@ -193,7 +197,8 @@ class Streams {
     std::map<std::int64_t, Stream*> streams_;
     std::int64_t next_of_pool_ = 0;
     std::int64_t next_own_ = kFirstOwn;
-    std::int64_t delay_ = 0;
+    std::int64_t delay_of_default_ = 0;
+    std::int64_t delay_of_others_ = 0;
     std::uint64_t seed_ = 0;
 };
 
