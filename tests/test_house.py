@@ -25,7 +25,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 STOREYS: list[set[str]] = [
     {"errors"},
     {"records", "names", "hf.peft"},
-    {"torch_private", "native"},
+    {"torch_private", "native", "accelerator"},
     {"triton_kernels"},
     {"kernels"},
     {"distributed", "spans"},

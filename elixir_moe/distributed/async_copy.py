@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elixir_moe.accelerator import is_accelerator, recorded_event
+
 
 def copy_to_host_async(numbers: Tensor) -> Callable[[], list[Any]]:
     """Starts copying `numbers` to the host; the returned function waits for the copy and returns them as lists.
 
     On a GPU it waits for the copy only, not for work issued after the call.
     """
-    if not numbers.is_cuda:
+    if not is_accelerator(numbers.device):
         return numbers.tolist
     copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     copy.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
+    copied = recorded_event(numbers.device)
 
     def end() -> list[Any]:
         copied.synchronize()

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from elixir_moe.accelerator import backends, current_stream, is_accelerator
 from elixir_moe.distributed.waits import WAITS, Issued, Series, Turn, Wait, named, wait_for_event
 from elixir_moe.errors import ConfigError
 from elixir_moe.kernels import add_and_square
@@ -46,12 +47,12 @@ class Work:
         self._what, self._ranks, self._turn = what, ranks, turn
         self.lost: Callable[[], None] | None = None
         """Called if the host's part fails or is interrupted in any waiter: part of the result may be lost."""
-        self._events: list[torch.cuda.Event] = []
+        self._events: list[torch.Event] = []
         self._device: torch.device | None = None
-        self._behind: list[torch.cuda.Stream] = []
+        self._behind: list[torch.Stream] = []
         """Streams that are already ordered after the operation."""
 
-    def mark(self, stream: "torch.cuda.Stream") -> None:
+    def mark(self, stream: torch.Stream) -> None:
         """Makes everything issued to `stream` so far part of the operation."""
         self._events.append(stream.record_event())
         self._device = stream.device
@@ -64,7 +65,7 @@ class Work:
     def wait(self) -> None:
         """Orders the caller after the operation; a second wait on the same stream costs nothing."""
         self._end()
-        if self._events and (current := torch.cuda.current_stream(self._device)) not in self._behind:
+        if self._events and (current := current_stream(self._device)) not in self._behind:
             for event in self._events:
                 wait_for_event(event, current)
             self._behind.append(current)
@@ -248,7 +249,7 @@ class Communicator:
         NCCL has buffers for each kind of collective, so a few bytes go through those that chunks use. Other backends
         need nothing.
         """
-        if self._device is not None and self._device.type == "cuda" and not self.over_gloo:
+        if self._device is not None and is_accelerator(self._device) and not self.over_gloo:
             buffer = torch.zeros(self.size, device=self._device)
             self.all_gather(buffer, 0, of="no chunk, to connect").wait()
             self.reduce_scatter(buffer, None, lambda *_: None, of="no chunk, to connect").wait()
@@ -290,7 +291,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     if device.type not in served:
         raise ConfigError(
             f"device={str(device)!r}: torch.distributed was started only for tensors on {served}: start it by "
-            f"em.init_mesh(), or with backend='cpu:gloo,cuda:nccl'"
+            f"em.init_mesh(), or with backend={backends(device.type)!r}"
         )
     name: str = backend_on(group, device).name()
     return name
@@ -313,7 +314,7 @@ def build_communicators(wanted: Iterable[tuple[int, ...]], device: torch.device)
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """Connects a mesh's process group like `Communicator.connect`, by an all-reduce and an all-to-all. Collective."""
-    if device.type == "cuda" and backend_of(group, device) == "nccl":
+    if is_accelerator(device) and backend_of(group, device) != "gloo":
         token = torch.zeros(group.size(), device=device)
         dist.all_reduce(token, group=group)
         dist.all_to_all_single(torch.empty_like(token), token, group=group)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elixir_moe.accelerator import current_stream, is_accelerator, timing_event
 from elixir_moe.errors import ElixirError, OutOfStepError
 
 _MOST = 64
@@ -71,7 +72,7 @@ class Wait:
             ) from error
 
 
-def wait_for_event(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+def wait_for_event(event: torch.Event, stream: torch.Stream) -> None:
     """Orders `stream`, the current one, after `event`, the end of a collective. The host does not wait."""
     begun = None if WAITS.timer is None else WAITS.timer.begun()
     stream.wait_event(event)
@@ -103,7 +104,7 @@ class BusyTime:
         """Waits for the end of the issued work and returns its busy seconds."""
         WAITS.timer = None
         end = self._now()
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             end.synchronize()
         return self._seconds(self._start, end) - sum(self._seconds(*wait) for wait in self._waits)
 
@@ -116,17 +117,17 @@ class BusyTime:
         self._waits.append((begun, self._now()))
 
     def _here(self) -> Any:
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else threading.get_ident()
+        return current_stream(self._device) if is_accelerator(self._device) else threading.get_ident()
 
     def _now(self) -> _Moment:
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = timing_event(self._device)
         event.record(self._where)
         return event
 
     def _seconds(self, begun: _Moment, ended: _Moment) -> float:
-        return begun.elapsed_time(ended) / 1000 if self._device.type == "cuda" else ended - begun
+        return begun.elapsed_time(ended) / 1000 if is_accelerator(self._device) else ended - begun
 
 
 class Series:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator, recorded_event
 from elixir_moe.chunks.ledger import SUMS_IN_FLIGHT
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.kernels import helpers, host_threads, work_on
@@ -20,7 +21,7 @@ from elixir_moe.memory.slabs import Slab
 
 def adds_async(device: torch.device) -> bool:
     """Whether sums in host memory run during backward on `device`; on a CPU they would take its cores."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 class HostSums:
@@ -54,17 +55,16 @@ class HostSums:
         too.
         """
         if not self._buffers:
-            cuda = self._device.type == "cuda"
+            travels = is_accelerator(self._device)
             slabs = [
-                Slab(self._nbytes, torch.uint8, Tier.HOST, self._device, travels=cuda) for _ in range(SUMS_IN_FLIGHT)
+                Slab(self._nbytes, torch.uint8, Tier.HOST, self._device, travels=travels) for _ in range(SUMS_IN_FLIGHT)
             ]
             self._buffers = [slab.allocate(self._nbytes) for slab in slabs]
         while len(self._running) >= SUMS_IN_FLIGHT:
             self._finish_oldest()
         buffer = self._buffers[self._given % SUMS_IN_FLIGHT][: reduced.nbytes].view(reduced.dtype)
         buffer.copy_(reduced, non_blocking=True)
-        arrived = torch.cuda.Event(blocking=True)
-        arrived.record(torch.cuda.current_stream(self._device))
+        arrived = recorded_event(self._device, blocking=True)
         adding = self._thread.submit(self._use, buffer, arrived, use, after)
         self._running.append(adding)
         self._given += 1
@@ -96,7 +96,7 @@ class HostSums:
     def _use(
         self,
         buffer: torch.Tensor,
-        arrived: torch.cuda.Event,
+        arrived: torch.Event,
         use: Callable[[torch.Tensor], None],
         after: "Future[None] | None",
     ) -> None:

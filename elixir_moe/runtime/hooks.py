@@ -32,6 +32,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from elixir_moe.accelerator import is_accelerator, is_capturing
 from elixir_moe.chunks.calls import CallStack
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
@@ -106,7 +107,7 @@ class Hooks:
         """`checkpoints` takes what checkpointed regions keep, if it goes to host memory."""
         self._root = model
         self._scheduler, self._writes = scheduler, scheduler.writes
-        self._on_gpu = placeholder.device.type == "cuda"
+        self._device = placeholder.device
         self._phase = scheduler.phase
         stays = all(chunk.spec.residence is ATTACHED for chunk in scheduler.chunks)
         self._packs = checkpoints is not None or not stays
@@ -183,7 +184,7 @@ class Hooks:
                 "torch.func.grad, jvp and their like cannot go through a wrapped model, whose weights come and go: use "
                 "backward() or torch.autograd.grad"
             )
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if is_accelerator(self._device) and is_capturing(self._device):
             raise UsageError(
                 "a CUDA graph cannot capture a wrapped model, whose weights move between steps: capture parts of the "
                 "step that meet none of its parameters"

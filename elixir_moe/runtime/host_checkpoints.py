@@ -20,6 +20,7 @@ from traceback import walk_stack
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.slabs import Slab, check_fits, host_bytes_left
@@ -202,6 +203,6 @@ class HostCheckpoints:
 
     def _new_buffer(self, nbytes: int) -> torch.Tensor:
         check_fits(nbytes, host_bytes_left(), "an activation checkpoint", relief=_RELIEF)
-        slab = Slab(nbytes, torch.uint8, Tier.HOST, self._device, travels=self._device.type == "cuda")
+        slab = Slab(nbytes, torch.uint8, Tier.HOST, self._device, travels=is_accelerator(self._device))
         self.nbytes += nbytes
         return slab.allocate(nbytes)

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from elixir_moe.accelerator import current_stream, is_accelerator, new_stream, on_stream, recorded_event
 from elixir_moe.distributed.collectives import Work
 
 _HOST = nullcontext()
@@ -38,11 +39,11 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._compute: list[torch.cuda.Stream] = []
+        self._compute: list[torch.Stream] = []
         self._moving = False
         """Something was given to `fetch` or `reduce` since the last step ended."""
         self._fetch, self._gather, self._reduce, self._keep = (
-            torch.cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None for _ in range(4)
+            new_stream(device, priority=_FIRST) if is_accelerator(device) else None for _ in range(4)
         )
         self.enter_compute()
 
@@ -55,13 +56,13 @@ class Streams:
 
     def enter_compute(self) -> None:
         """Records that the model computes on the current stream."""
-        if self._fetch is not None and (current := torch.cuda.current_stream(self._device)) not in self._compute:
+        if self._fetch is not None and (current := current_stream(self._device)) not in self._compute:
             self._compute.append(current)
 
     def join_compute(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Orders the current stream behind all other compute; each compute stream may then read and drop `tensors`."""
         if len(self._compute) > 1:
-            current = torch.cuda.current_stream(self._device)
+            current = current_stream(self._device)
             for stream in self._compute:
                 current.wait_stream(stream)
             for tensor in tensors:
@@ -70,7 +71,7 @@ class Streams:
 
     def allocating(self) -> AbstractContextManager[object]:
         """A context whose new memory is compute's when its last reader drops it."""
-        return torch.cuda.stream(self._compute[0]) if self._compute else _HOST
+        return on_stream(self._compute[0]) if self._compute else _HOST
 
     def all_compute(self) -> Work:
         """An operation that ends with all compute issued so far."""
@@ -84,22 +85,22 @@ class Streams:
     def fetching(self) -> AbstractContextManager[object]:
         """A context whose work goes to `fetch`."""
         self._moving = True
-        return _HOST if self._fetch is None else torch.cuda.stream(self._fetch)
+        return _HOST if self._fetch is None else on_stream(self._fetch)
 
     def gathering(self) -> AbstractContextManager[object]:
         """A context whose work goes to `gather`, behind all fetches issued so far."""
         if self._gather is None or self._fetch is None:
             return _HOST
         self._gather.wait_stream(self._fetch)
-        return torch.cuda.stream(self._gather)
+        return on_stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
         """A context whose work goes to `reduce`, behind all that was issued to the current stream so far."""
         self._moving = True
         if self._reduce is None:
             return _HOST
-        self._reduce.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._reduce)
+        self._reduce.wait_stream(current_stream(self._device))
+        return on_stream(self._reduce)
 
     def keep_for_reducing(self, memory: torch.Tensor) -> None:
         """Keeps `memory`, allocated for compute, from being reused before `reduce` and compute are done with it."""
@@ -111,8 +112,8 @@ class Streams:
         """A context whose work goes to `keep`, behind all that was issued to the current stream so far."""
         if self._keep is None:
             return _HOST
-        self._keep.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._keep)
+        self._keep.wait_stream(current_stream(self._device))
+        return on_stream(self._keep)
 
     def finish_keeping(self, memory: torch.Tensor, copied: Work) -> None:
         """Orders the current stream behind the copy of `memory` on `keep`; compute may then read and drop it."""
@@ -129,16 +130,14 @@ class Streams:
     def marked(self, work: Work) -> Work:
         """Returns `work`, which now ends with everything issued to the current stream so far."""
         if self._fetch is not None:
-            work.mark(torch.cuda.current_stream(self._device))
+            work.mark(current_stream(self._device))
         return work
 
     def until_issued_ends(self) -> Callable[[], None]:
         """Returns a function that blocks a thread until everything issued to the current stream so far has ended."""
         if self._fetch is None:
             return _at_once
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event.synchronize
+        return recorded_event(self._device, blocking=True).synchronize
 
     def fetch_after_compute(self) -> None:
         """Orders later fetches behind all compute issued so far, and what is freed on the streams of both transfers."""
@@ -154,7 +153,7 @@ class Streams:
         """
         if self._fetch is not None and self._reduce is not None:
             self.join_compute()
-            self._compute = [torch.cuda.current_stream(self._device)]
+            self._compute = [current_stream(self._device)]
             self._compute[0].wait_stream(self._reduce)
             if host and self._moving:
                 self._reduce.wait_stream(self._fetch)

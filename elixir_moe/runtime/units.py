@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.accelerator import fork_random_states
 from elixir_moe.chunks.events import ENTER, LEAVE, READ, EventKind, ModuleInfo, StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.step_machine import Unit
@@ -153,8 +154,7 @@ def traced_forward(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     owned = zip(parts.modules, parts.parameters, strict=True)
     try:
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices), reads_heard(owned, read):
+        with fork_random_states(), reads_heard(owned, read):
             step(model, sample)
     finally:
         for handle in handles:

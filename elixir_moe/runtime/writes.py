@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 
+from elixir_moe.accelerator import api
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId
 from elixir_moe.errors import UsageError
@@ -180,7 +181,8 @@ class Writes:
     def finish_shared_reads(self) -> None:
         """Blocks until this rank reads no memory that ranks share, so that others may write their parts of it."""
         if self._streams.asynchronous and any(one.chunk.shard.whole is not None for one in self._weights):
-            torch.cuda.synchronize(self._weights[0].chunk.device)
+            device = self._weights[0].chunk.device
+            api(device).synchronize(device)
 
     # ------------------------------------------------------------------------------------------- writes without a trace
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elixir_moe import accelerator
 from elixir_moe.memory import slabs as tiers
 from elixir_tools.cli.main import main
 from elixir_tools.report.directory import Claim
@@ -54,6 +55,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_with_one_warning(mon
         raise RuntimeError("the error of the registration")
 
     memory = torch.ones(64)
+    monkeypatch.setattr(accelerator, "found", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     monkeypatch.setattr(torch, "zeros", pending)
     with warnings.catch_warnings(record=True) as said:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elixir_moe import kernels
+from elixir_moe import accelerator, kernels
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory import blocks
 from elixir_moe.memory.gradient_sum import SumOnDisk
@@ -152,6 +152,7 @@ def late(fault: Callable[[Callable[..., None]], None] | None = None) -> Iterator
         issue_in_order(patch)
         if fault is not None:
             fault(patch.setattr)
+        patch.setattr(accelerator, "api", lambda device: torch.cuda)
         patch.setattr(torch.cuda, "Stream", LateStream)
         patch.setattr(torch.cuda, "stream", on)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stack[-1])

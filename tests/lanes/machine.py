@@ -34,7 +34,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from elixir_moe import kernels
+from elixir_moe import accelerator, kernels
 from elixir_moe.memory import blocks
 from elixir_moe.memory.disk import DiskFile, DiskStore
 from elixir_moe.memory.disk_values import ValuesFile
@@ -550,6 +550,7 @@ class Machine:
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
         set_to = patch.setattr
+        set_to(accelerator, "api", lambda device: torch.cuda)  # what is called a GPU here is the CPU
         set_to(torch.cuda, "Stream", Stream)
         set_to(torch.cuda, "Event", Event)
         set_to(torch.cuda, "stream", self.on_stream)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_moe as em
+from elixir_moe import accelerator
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey
 from elixir_moe.chunks.plan import Tier
@@ -67,6 +68,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = 0
         self.started = False
+        monkeypatch.setattr(accelerator, "kind", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "set_device", self.choose)
@@ -272,6 +274,7 @@ class Cores:
         cores = {0: mine, os.getppid(): launcher or machine}
         self._patch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])), raising=False)
         self._patch.setattr(torch, "get_num_threads", lambda: torchs)
+        self._patch.setattr(accelerator, "kind", lambda: torch.device("cuda"))
         self._patch.setattr(torch.cuda, "device_count", lambda: gpus)
         for name, value in (("LOCAL_WORLD_SIZE", ranks), ("TORCHELASTIC_RUN_ID", launcher)):
             if value is None:
@@ -571,6 +574,7 @@ def test_a_rank_takes_its_gpu_before_torch_distributed_starts(monkeypatch: pytes
         asked.update(settings, gpu=list(chosen))
         raise Started
 
+    monkeypatch.setattr(accelerator, "kind", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -666,7 +670,7 @@ def test_a_cuda_graph_of_a_wrapped_model_is_refused(monkeypatch: pytest.MonkeyPa
     model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
     model(torch.ones(2, 4)).square().mean().backward()
     assert not asked
-    optimizer._hooks._on_gpu = True
+    optimizer._hooks._device = torch.device("cuda")
     for run in (lambda: model(torch.ones(2, 4)), lambda: model.weight + 1):
         with pytest.raises(em.UsageError, match="a CUDA graph cannot capture a wrapped model"):
             run()

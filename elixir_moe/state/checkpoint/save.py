@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.accelerator import current_stream, is_accelerator, new_stream, on_stream
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import disagreement, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError, did_you_mean
@@ -321,19 +322,19 @@ def _abandoning(drafts: list[Draft], also: Callable[[], object] = lambda: None) 
 def _stream_behind(wrapped: Wrapped) -> AbstractContextManager[object]:
     """A context in which the thread copies from the GPU on its own stream, after all work issued so far."""
     there = (c.shard.storage for c in wrapped.scheduler.chunks if c.shard.tier is Tier.DEVICE)
-    device = next((shown.device for shown in there if shown.is_cuda), None)
+    device = next((shown.device for shown in there if is_accelerator(shown.device)), None)
     if device is None:
         return nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream = new_stream(device)
+    stream.wait_stream(current_stream(device))
     return _on(stream)
 
 
 @contextmanager
-def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+def _on(stream: torch.Stream) -> Iterator[None]:
     """Makes the thread use `stream` and its GPU; by default a thread uses the first GPU, perhaps another rank's."""
     work_on(stream.device)
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         yield
 
 
@@ -509,7 +510,7 @@ class _Contents:
         piece = SavedPiece(file=self.file, span=written.span, state=dtypes, scalars=scalars)
         for name, elements in kept.items():
             key = piece.key(held.name, name)
-            stays = isinstance(elements, InMemory) and not elements.tensor.is_cuda
+            stays = isinstance(elements, InMemory) and not is_accelerator(elements.tensor.device)
             self._items.append(
                 Item(key=key, dtype=dtypes[name], shape=(written.span.numel,), tensor=elements.read, stays=stays)
             )

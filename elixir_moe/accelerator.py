@@ -1,0 +1,207 @@
+"""Accelerators of any kind: streams, events and random states of a device, and the one file that names CUDA.
+
+Owns what torch has no general form for: page-locking of memory that exists, the backend of collectives, and which
+kernels a device runs. Decides nothing, and holds no state. For NVIDIA's and AMD's GPUs, whose device is "cuda",
+everything here is a call of `torch.cuda`; for others, the same call of their module, as `torch.get_device_module` finds
+it. A device whose module has no streams, such as "mps", is refused by name.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elixir_moe.errors import ConfigError
+
+_CUDA = "cuda"
+_NEEDED = ("Event", "Stream", "current_stream", "stream", "synchronize", "set_device", "mem_get_info")
+"""What the module of a device must have."""
+_WITH_GROUPED_PRODUCTS = (9, 10)
+"""Compute capabilities with a fused kernel for grouped products."""
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the host runs ahead of `device`, which has memory of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def api(device: torch.device) -> Any:
+    """The module of a device: `torch.cuda`, or that of another accelerator."""
+    return torch.get_device_module(device)
+
+
+def kind() -> torch.device | None:
+    """The kind of accelerator that this torch is for, if the library supports it; without an index."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None or _missing(device) else device
+
+
+def found() -> torch.device | None:
+    """The kind of accelerator that this process can use; without an index."""
+    device = kind()
+    return device if device is not None and api(device).is_available() else None
+
+
+def count() -> int:
+    """How many accelerators this process sees."""
+    device = kind()
+    return 0 if device is None else int(api(device).device_count())
+
+
+def current(device: torch.device) -> torch.device:
+    """The current one of the kind of `device`, with its index."""
+    return torch.device(device.type, api(device).current_device())
+
+
+def check_supported(device: torch.device) -> None:
+    """Raises ConfigError if torch knows the device and its module lacks what the library needs."""
+    if is_accelerator(device) and (missing := _missing(device)):
+        raise ConfigError(
+            f"device={str(device)!r}: torch.{device.type} has no {', '.join(missing)}, which the library needs"
+        )
+
+
+def _missing(device: torch.device) -> list[str]:
+    module = getattr(torch, device.type, None)
+    return [name for name in _NEEDED if not hasattr(module, name)]
+
+
+# -------------------------------------------------------------------------------------------------- streams and events
+
+
+def new_stream(device: torch.device, *, priority: int = 0) -> torch.Stream:
+    """Returns a stream of `device`; a negative `priority` runs first."""
+    stream: torch.Stream = api(device).Stream(device, priority=priority)
+    return stream
+
+
+def current_stream(device: torch.device | None) -> torch.Stream:
+    """Returns the current stream of `device`."""
+    assert device is not None
+    stream: torch.Stream = api(device).current_stream(device)
+    return stream
+
+
+def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
+    """A context in which `stream` is the current one of its device."""
+    context: AbstractContextManager[object] = api(stream.device).stream(stream)
+    return context
+
+
+def recorded_event(device: torch.device, *, blocking: bool = False) -> torch.Event:
+    """Returns an event at the end of what the current stream was given; with `blocking`, a waiting thread sleeps."""
+    event: torch.Event = api(device).Event(blocking=blocking)
+    event.record(current_stream(device))
+    return event
+
+
+def timing_event(device: torch.device) -> torch.Event:
+    """Returns an event that has a time once it is recorded."""
+    event: torch.Event = api(device).Event(enable_timing=True)
+    return event
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is recorded as a graph instead of run."""
+    capturing = getattr(api(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def register_host_memory(memory: Tensor) -> Callable[[], object] | None:
+    """Page-locks host memory for the accelerator; returns what ends that, or None if the system refuses.
+
+    Torch page-locks only what it allocates itself. An accelerator without a function for it has pageable memory.
+    """
+    device = found()
+    if device is None or not hasattr(api(device), "cudart"):
+        return None
+    runtime, address = api(device).cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
+        return lambda: runtime.cudaHostUnregister(address)
+    with suppress(RuntimeError):  # the error is pending: the next launch would raise it
+        torch.zeros(1, device=device)
+    return None
+
+
+def is_integrated(device: torch.device) -> bool:
+    """Whether the accelerator has no memory of its own, but that of its host."""
+    return is_accelerator(device) and bool(getattr(_properties(device), "is_integrated", False))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of the accelerator's memory."""
+    return int(_properties(device).total_memory)
+
+
+def name_of(device: torch.device) -> str:
+    """A name of this very accelerator, alike for all processes that use it."""
+    return str(getattr(_properties(device), "uuid", device))
+
+
+def _properties(device: torch.device) -> Any:
+    return api(device).get_device_properties(device)
+
+
+# -------------------------------------------------------------------------------------------------------- random states
+
+
+def _used() -> torch.device | None:
+    """The kind of accelerator that this process has used; asking uses none."""
+    device = kind()
+    return device if device is not None and api(device).is_initialized() else None
+
+
+def random_states() -> dict[str, Tensor]:
+    """Returns the random state of the accelerator by the name of its kind, if this process has used one."""
+    device = _used()
+    return {} if device is None else {device.type: api(device).get_rng_state()}
+
+
+def fork_random_states() -> AbstractContextManager[None]:
+    """A context that restores the random states of the host, and of the current accelerator if one has been used."""
+    device = _used()
+    if device is None:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[api(device).current_device()], device_type=device.type)
+
+
+# ---------------------------------------------------------------------------------------------- collectives and kernels
+
+
+def backends(device_type: str) -> str:
+    """The backends of a process group for tensors of the host and of such a device, as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ConfigError: torch knows no backend for the device.
+    """
+    if device_type == "cpu":
+        return "gloo"
+    backend = dist.Backend.default_device_backend_map.get(device_type)
+    if backend is None:
+        raise ConfigError(f"device_type={device_type!r}: torch.distributed has no backend for it: give `backend`")
+    return f"cpu:gloo,{device_type}:{backend}"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether the library's kernels in Triton are for this device."""
+    return device.type == _CUDA
+
+
+def has_grouped_products(device: torch.device) -> bool:
+    """Whether `grouped_mm` has a fused kernel there; elsewhere it loops, and waits for the device at each call."""
+    if device.type != _CUDA or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device)[0] in _WITH_GROUPED_PRODUCTS
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 without emulation, which a T4 does not."""
+    if device.type == "cpu":
+        return True
+    return bool(api(device).is_bf16_supported(including_emulation=False))
