@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import values_bytes
 from elixir_moe.chunks.packing import ChunkSpec
 from elixir_moe.chunks.plan import Tier, reads_disk
@@ -52,10 +53,10 @@ def build_shards(
     weights of one chunk after the other move there. Each chunk frees its part of the model as given, and so the whole
     model and all chunks are never in memory together.
     """
-    cuda = device.type == "cuda"
+    to_gpu = is_accelerator(device)
 
     def slab_of(spec: ChunkSpec, tier: Tier, dtype: torch.dtype) -> tuple[Tier, torch.dtype, bool]:
-        return tier, dtype, cuda and tier is Tier.HOST and dtype == spec.key.dtype
+        return tier, dtype, to_gpu and tier is Tier.HOST and dtype == spec.key.dtype
 
     wanted: defaultdict[tuple[Tier, torch.dtype, bool], list[int]] = defaultdict(lambda: [0])
 
@@ -107,8 +108,8 @@ def build_shards(
         gate, adder = Gate(), None if tier is Tier.DEVICE else host_sums
         if filled_later(spec, tier, device):
             with allocation(values_bytes(spec), "shards", tier):
-                own = untouched_zeros(spec.shard_numel, spec.key.dtype, shown=not cuda)
-            return ShardState(spec, tier, ValuesInMemory(own, gate, to_lock=cuda), gate)
+                own = untouched_zeros(spec.shard_numel, spec.key.dtype, shown=not to_gpu)
+            return ShardState(spec, tier, ValuesInMemory(own, gate, to_lock=to_gpu), gate)
         own = allocate(spec, tier.of_compute, spec.key.dtype)
         if not spec.key.trainable:
             return ShardState(spec, tier, ValuesInMemory(own, gate), gate)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.errors import DiskError
@@ -40,7 +41,7 @@ class ValuesFile(DiskFile):
         self.buffer_bytes = values_buffer_bytes(sizes)
         self._memory = (
             locked_zeros(self.buffer_bytes, host_threads(device))
-            if device.type == "cuda"
+            if is_accelerator(device)
             else torch.frombuffer(paged_memory(self.buffer_bytes), dtype=torch.uint8)
         )
         buffers = paged_bytes(max(sizes)) * VALUES_BUFFERS

@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import PAGE_BYTES
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.memory.slabs import LOCKED_BYTES, allocation, page_lock
@@ -35,7 +36,7 @@ class HostMapping:
         finally:
             os.close(descriptor)
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
-        if device.type == "cuda":  # not measured
+        if is_accelerator(device):  # not measured
             locked = [page_lock(part) for part in self.memory.split(LOCKED_BYTES)]
             if all(locked):
                 pages.madvise(mmap.MADV_DONTFORK)

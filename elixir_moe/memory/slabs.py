@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from elixir_moe.accelerator import api, is_integrated, name_of, register_host_memory
 from elixir_moe.chunks.ledger import paged_bytes
 from elixir_moe.chunks.plan import Tier, size_bytes, size_text
 from elixir_moe.errors import TierError
@@ -184,12 +185,9 @@ def page_lock(memory: torch.Tensor) -> bool:
 
     Returns whether it is registered.
     """
-    cudart, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[attr-defined]
-    if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) == 0:
-        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
+    if (unregister := register_host_memory(memory)) is not None:
+        weakref.finalize(memory.untyped_storage(), unregister).atexit = False
         return True
-    with contextlib.suppress(RuntimeError):  # the error is pending: the next launch would raise it
-        torch.zeros(1, device="cuda")
     warnings.warn(
         f"host memory of {memory.nbytes} bytes could not be page-locked; transfers will be slower", stacklevel=3
     )
@@ -210,7 +208,7 @@ def is_one_memory(device: torch.device) -> bool:
 
     Not measured on such a GPU. The result is False for a CPU, which stands in for a GPU with its host.
     """
-    return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
+    return is_integrated(device)
 
 
 def device_left(device: torch.device) -> tuple[str, int]:
@@ -219,11 +217,11 @@ def device_left(device: torch.device) -> tuple[str, int]:
     In one memory with the host, the GPU's driver does not count as free what the system would drop, such as cached
     files.
     """
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, total = torch.cuda.mem_get_info(device)
+    unused = api(device).memory_reserved(device) - api(device).memory_allocated(device)
+    free, total = api(device).mem_get_info(device)
     if is_one_memory(device):
         free = min(total, host_bytes_left())
-    return str(torch.cuda.get_device_properties(device).uuid), free + unused
+    return name_of(device), free + unused
 
 
 def host_bytes_left(root: Path = Path("/")) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import disagreement, gathered, make_on_all_ranks, raise_on_all_ranks
@@ -216,7 +217,7 @@ class _FreeMemory:
 
 def _free_memory(model: nn.Module, wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _FreeMemory:
     free = 0
-    if device.type == "cuda":
+    if is_accelerator(device):
         _, free = device_left(device)
     return _FreeMemory(
         host=socket.gethostname(),
@@ -234,16 +235,16 @@ def _memory_budget(
 
     Ranks of one host share its memory equally; without a GPU, device and host share it too.
     """
-    cuda = device.type == "cuda"
+    own_memory = is_accelerator(device)
     budgets = [theirs.budget_bytes for theirs in everyone]
     if (found := disagreement("the budget of Plan.auto", budgets)) is not None:
         raise ConfigError(f"{found}: give all ranks the same")
     hosts = [theirs.host for theirs in everyone]
     left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
-    most = min(everyone[rank].device_bytes for rank in peers) if cuda else left
+    most = min(everyone[rank].device_bytes for rank in peers) if own_memory else left
     budget = most if wanted.budget_bytes is None else wanted.budget_bytes
     if budget > most:
         where = f"{device.type} memory for each of its ranks"
         raise ConfigError(f"budget={budget}: only {most} bytes of {where} are free; choose at most that, or None")
     disk = min(everyone[rank].disk_bytes for rank in peers)
-    return MemoryBudget(device_bytes=budget, host_bytes=left if cuda else left - budget, disk_bytes=disk)
+    return MemoryBudget(device_bytes=budget, host_bytes=left if own_memory else left - budget, disk_bytes=disk)

@@ -33,6 +33,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 
+from elixir_moe import accelerator
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.ledger import GRADIENT, spill_slice_numel
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
@@ -87,7 +89,7 @@ _UNITS = 16
 """Units of the model on which the host time of one is measured."""
 _REPEATS = 3
 """Timed spans; the fastest counts, since slower ones were disturbed."""
-_SPAN_SECONDS = {"cpu": 0.01, "cuda": 0.1}
+_SPAN_SECONDS, _SPAN_SECONDS_ON_GPU = 0.01, 0.1
 """The least duration of a span."""
 _UNFITTED = Fitted(
     device_efficiency=1.0, exposed_collectives=1.0, host_update_slowdown=1.0, overhead_ns_per_parameter=1e-3
@@ -143,8 +145,8 @@ def measured_here(ranks: int) -> Hardware:
     """
     if dist.is_initialized():
         raise ConfigError("ranks are already running: --hardware here starts its own; call it without torchrun")
-    if 0 < torch.cuda.device_count() < ranks:
-        raise ConfigError(f"--hardware here: {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs")
+    if 0 < accelerator.count() < ranks:
+        raise ConfigError(f"--hardware here: {ranks} ranks, but this machine has {accelerator.count()} GPUs")
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(  # type: ignore[no-untyped-call]
             _measure_rank, args=(ranks, folder), nprocs=ranks, start_method="spawn"
@@ -177,24 +179,22 @@ def measured_again(directory: str) -> tuple[Hardware, bool]:
 
 def _set_up_rank(rank: int, ranks: int) -> torch.device:
     """Selects and returns the device of this rank, and sets the number of threads for `ranks` ranks on this host."""
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind = accelerator.found()
+    device = torch.device("cpu") if kind is None else torch.device(kind.type, rank)
+    work_on(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     return device
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
     """Returns bf16, or fp16 on a GPU without native bf16, such as a T4."""
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if has_bf16 else torch.float16
+    return torch.bfloat16 if accelerator.has_bf16(device) else torch.float16
 
 
 def _measure_rank(rank: int, ranks: int, folder: str) -> None:
     device = _set_up_rank(rank, ranks)
-    cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks
+        accelerator.backends(device.type), init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks
     )
     found = hardware_here(describe(device, _compute_dtype(device)), device, [tuple(range(ranks))])
     if rank == 0:
@@ -205,13 +205,13 @@ def _measure_rank(rank: int, ranks: int, folder: str) -> None:
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the properties on which a machine's figures depend."""
-    cuda = device.type == "cuda"
+    on_gpu = is_accelerator(device)
     return {
         "processor": processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "kernels": cpu_features(),
-        "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "gpus": torch.cuda.device_count() if cuda else 0,
+        "gpu": accelerator.api(device).get_device_name(device) if on_gpu else None,
+        "gpus": accelerator.count() if on_gpu else 0,
         "ranks": dist.get_world_size(),
         "threads": host_threads(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -279,14 +279,14 @@ def _read(machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
-    cuda = device.type == "cuda"
+    on_gpu = is_accelerator(device)
     hosts = gathered(socket.gethostname())
     neighbors = tuple(rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()])
     nodes = len(set(hosts))
     v_c, narrow_v_c = _host_adam_rates(device)
-    if cuda:
+    if on_gpu:
         _raise_clock(device)
-    v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if cuda else (v_c, narrow_v_c)
+    v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if on_gpu else (v_c, narrow_v_c)
     mine = (
         _product_rate(device, getattr(torch, machine["dtype"])),
         _memory_rate(device),
@@ -296,7 +296,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         *(_temporary_rates() if dist.get_rank() == neighbors[0] else (0.0, 0.0)),
         _unit_seconds(device),
     )
-    reached = 1.0 if cuda else _efficiency(device, getattr(torch, machine["dtype"]), *mine[:2])
+    reached = 1.0 if on_gpu else _efficiency(device, getattr(torch, machine["dtype"]), *mine[:2])
     sent = (*mine, v_c / narrow_v_c, v_g / narrow_v_g, reached)
     *columns, on_host, on_device, efficiency = zip(*gathered(sent), strict=True)
     up, down, v_g, v_c, read, written = (sum(column) / nodes for column in columns[2:-1])
@@ -304,7 +304,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     across = within if nodes == 1 else _wire_of(tuple(range(len(hosts))), device)
     if (memory_bytes := host_bytes_left()) == sys.maxsize:  # the free memory is unknown
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not cuda:  # a CPU is device and host: half of the memory counts as each
+    if not on_gpu:  # a CPU is device and host: half of the memory counts as each
         memory_bytes //= 2
     one_memory = is_one_memory(device)
     each = memory_bytes // len(neighbors)
@@ -314,7 +314,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         by_gpus[len(neighbors)] = replace(whole, b_g2g=within.bandwidth * (len(neighbors) - 1))
     measured = Hardware(
         name=_name(machine),
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda and not one_memory else each,
+        gpu_bytes=accelerator.total_bytes(device) if on_gpu and not one_memory else each,
         cpu_bytes=each * len(neighbors),
         one_memory=one_memory,
         gpus_per_node=len(neighbors),
@@ -328,7 +328,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         unit_us=max(columns[-1]) * 1e6,
         narrow_update=max(on_host),
         narrow_update_on_device=max(on_device),
-        origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed" if cuda else "measured"},
+        origins=dict.fromkeys(_MEASURED, "measured") | {"fitted": "assumed" if on_gpu else "measured"},
     )
     box = [measured.to_json()]
     dist.broadcast_object_list(box, src=0)
@@ -391,7 +391,7 @@ def _wire_of(ranks: tuple[int, ...], device: torch.device) -> Wire | None:
     if communicator is None:
         return None
     small = _round_seconds(communicator, len(ranks) * 64, device) / 2
-    nbytes = _WIRE_BYTES * (16 if device.type == "cuda" else 1)
+    nbytes = _WIRE_BYTES * (16 if is_accelerator(device) else 1)
     large = _round_seconds(communicator, nbytes, device) / 2
     communicator.close()
     return Wire(ranks=ranks, latency_us=small * 1e6, bandwidth=nbytes / max(large - small, large / 10) / 1e9)
@@ -423,7 +423,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    side = _MATRIX * (8 if device.type == "cuda" else 1)
+    side = _MATRIX * (8 if is_accelerator(device) else 1)
     return torch.rand(side, side, device=device).to(dtype)
 
 
@@ -486,7 +486,7 @@ def _memory_rate(device: torch.device) -> float:
 def _copy_rates(device: torch.device) -> tuple[float, float]:
     """Bandwidth from host memory to the device, and back, in 1e9 bytes per second."""
     host = _copied(torch.device("cpu"), device)
-    host = host.pin_memory() if device.type == "cuda" else host
+    host = host.pin_memory() if is_accelerator(device) else host
     there = torch.empty_like(host, device=device)
     up = _at_once(lambda: there.copy_(host, non_blocking=True), device)
     down = _at_once(lambda: host.copy_(there, non_blocking=True), device)
@@ -495,7 +495,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 def _copied(memory: torch.device, device: torch.device) -> Tensor:
     """Random bytes in `memory`, as many as are copied to measure `device`."""
-    return _random_bytes(_COPY_BYTES, memory).repeat(8 if device.type == "cuda" else 1)
+    return _random_bytes(_COPY_BYTES, memory).repeat(8 if is_accelerator(device) else 1)
 
 
 def _host_adam_rates(device: torch.device) -> tuple[float, float]:
@@ -518,10 +518,10 @@ def _busy_bus(device: torch.device) -> Iterator[None]:
         work_on(device)
         up, down = (_random_bytes(_COPY_BYTES, torch.device("cpu")).pin_memory() for _ in range(2))
         there, other = torch.empty_like(up, device=device), torch.empty_like(down, device=device)
-        streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        streams = accelerator.new_stream(device), accelerator.new_stream(device)
         while not ended.is_set():
             for stream, (to, of) in zip(streams, ((there, up), (down, other)), strict=True):
-                with torch.cuda.stream(stream):
+                with accelerator.on_stream(stream):
                     to.copy_(of, non_blocking=True)
             for stream in streams:
                 stream.synchronize()
@@ -667,7 +667,8 @@ def _fastest(run: Callable[[], object], device: torch.device, agreed: Callable[[
     """
     runs = 1
     _span(run, runs, device)
-    while agreed(_span(run, runs, device)) < _SPAN_SECONDS[device.type]:
+    least = _SPAN_SECONDS_ON_GPU if is_accelerator(device) else _SPAN_SECONDS
+    while agreed(_span(run, runs, device)) < least:
         runs *= 2
     return min(_span(run, runs, device) for _ in range(_REPEATS)) / runs
 
@@ -681,8 +682,8 @@ def _span(run: Callable[[], object], runs: int, device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        accelerator.api(device).synchronize(device)
 
 
 def processor() -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elixir_moe.accelerator import api, is_accelerator
 from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.planner.auto import Forecast
 from elixir_moe.planner.cost import Seconds
@@ -68,8 +69,8 @@ class Prediction:
             return
         self.held_bytes = wrapped.held_bytes()
         device = wrapped.spec.parameters[0].device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if is_accelerator(device):
+            api(device).synchronize(device)
         self._ends.append(time.perf_counter())
         if len(self._ends) < WARM_UP + MEASURED:
             return

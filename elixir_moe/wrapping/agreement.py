@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.distributed.all_ranks import agree, disagreement, gathered
@@ -91,10 +92,10 @@ def check_device_memory(device: torch.device, size: Footprint, parameters: Itera
     What the model's `parameters` have there now counts as free, but for blocks, which are allocated before weights
     move. Where the GPU has the memory of its host, the plan's bytes in host memory are part of the need.
     """
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return
     name, left = device_left(device)
-    freed = sum(local_of(p).nbytes for p in parameters if local_of(p).device.type == "cuda")
+    freed = sum(local_of(p).nbytes for p in parameters if is_accelerator(local_of(p).device))
     needed = max(size.device_bytes - freed, size.rcache_bytes + size.resident_bytes)
     needed += size.host_bytes if is_one_memory(device) else 0
     everyone = gathered((f"{name} of {socket.gethostname()}", needed, left))
