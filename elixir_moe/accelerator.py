@@ -19,8 +19,6 @@ from elixir_moe.errors import ConfigError
 _CUDA = "cuda"
 _NEEDED = ("Event", "Stream", "current_stream", "stream", "synchronize", "set_device", "mem_get_info")
 """What the module of a device must have."""
-_WITH_GROUPED_PRODUCTS = (9, 10)
-"""Compute capabilities with a fused kernel for grouped products."""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -193,11 +191,10 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == _CUDA
 
 
-def has_grouped_products(device: torch.device) -> bool:
-    """Whether `grouped_mm` has a fused kernel there; elsewhere it loops, and waits for the device at each call."""
-    if device.type != _CUDA or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device)[0] in _WITH_GROUPED_PRODUCTS
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether a device is present for which `grouped_mm` has a fused kernel: CUDA capability 9 or 10."""
+    here = device.type == _CUDA and torch.cuda.is_available()
+    return here and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.utils.dlpack import to_dlpack
 
+from elixir_moe.accelerator import api, count, is_accelerator, runs_triton
 from elixir_moe.native import native as _native
 from elixir_moe.torch_private import fused_adam, fused_adamw, has_triton
 
@@ -105,7 +106,7 @@ def host_threads(device: torch.device) -> int:
     if device.type == "cpu":
         return threads
     cores = len(_cores_of(0))
-    ranks = 1 if _is_bound(cores) else int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, torch.cuda.device_count())
+    ranks = 1 if _is_bound(cores) else int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, count())
     return max(1, _without_launching(cores // ranks), min(threads, _without_launching(cores)))
 
 
@@ -116,8 +117,8 @@ def helpers(threads: int) -> int:
 
 def work_on(device: torch.device) -> None:
     """Makes `device` the current one of the calling thread, whose default is the first GPU, maybe another rank's."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        api(device).set_device(device)
 
 
 def _without_launching(cores: int) -> int:
@@ -583,7 +584,7 @@ def triton_on(device: torch.device, trial: Callable[[ModuleType], object], inste
 
 def _adam_in_triton(device: torch.device) -> ModuleType | None:
     """Returns the kernels in Triton if they can update shards on this device."""
-    return _adam_tried_on(device) if device.type == "cuda" else None
+    return _adam_tried_on(device) if runs_triton(device) else None
 
 
 @cache
@@ -601,7 +602,7 @@ def _adam_tried_on(device: torch.device) -> ModuleType | None:
 
 def fuses(device: torch.device) -> bool:
     """Whether shards on this device use torch's fused kernel."""
-    return device.type == "cuda" and _adam_in_triton(device) is None
+    return is_accelerator(device) and _adam_in_triton(device) is None
 
 
 def divisor_of(scale: float | Tensor, device: torch.device) -> Tensor | None:

@@ -7,10 +7,11 @@ the store. Adam's operations are rounded one by one, fused multiply-adds only wh
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from elixir_moe.accelerator import api
 
 NUMEL = 2048
 """Elements that one program decodes."""
@@ -36,7 +37,7 @@ def decode_nibbles(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor, *
     """
     programs = triton.cdiv(out.numel(), NUMEL)
     sizes = {"BLOCK": block, "HIGH_FIRST": high_first, "AT_ONCE": NUMEL // block}
-    with torch.cuda.device_of(out):  # Triton launches on the current device
+    with api(out.device).device_of(out):  # Triton launches on the current device
         _nibbles[(programs,)](codes, scales, values, out, out.numel(), codes.numel(), **sizes)
 
 
@@ -56,7 +57,7 @@ def decode_octets(
     *matrices, rows, cols = out.shape
     programs = math.prod(matrices) * triton.cdiv(rows, NUMEL // COLS) * triton.cdiv(cols, COLS)
     sizes = {"E4M3FN": e4m3fn, "ROWS": NUMEL // COLS, "COLS": COLS}
-    with torch.cuda.device_of(out):
+    with api(out.device).device_of(out):
         _octets[(programs,)](codes, scales, out, rows, cols, block_rows, block_cols, **sizes)
 
 
@@ -98,7 +99,7 @@ def adam_step(
     )
     numel = master.numel()
     aligned = numel // ALIGNED * ALIGNED
-    with torch.cuda.device_of(master):
+    with api(master.device).device_of(master):
         for first, last in ((0, aligned), (aligned, numel)):
             if first < last:
                 arrays = (master, exp_avg, exp_avg_sq, grad, compute, on_device, skip)

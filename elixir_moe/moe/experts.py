@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.accelerator import has_grouped_kernel
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
@@ -275,9 +276,3 @@ def runs_fused(rows: Tensor, shape: Sequence[int]) -> bool:
     if rows.dtype != torch.bfloat16 or not len(rows):
         return False
     return all(n % 8 == 0 for n in shape[1:]) and has_grouped_kernel(rows.device)
-
-
-def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether a device is present for which `grouped_mm` has a fused kernel: CUDA capability 9 or 10."""
-    here = device.type == "cuda" and torch.cuda.is_available()
-    return here and torch.cuda.get_device_capability(device)[0] in (9, 10)

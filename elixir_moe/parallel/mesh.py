@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from elixir_moe import accelerator
 from elixir_moe.distributed.collectives import connect
 from elixir_moe.distributed.exit_handling import keep_exit_codes
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
@@ -52,7 +53,7 @@ def init_mesh(
 
     Args:
         tp: tensor-parallel degree; must divide the world size.
-        device_type: "cuda" or "cpu"; by default CUDA if available.
+        device_type: "cpu", or the kind of this machine's accelerator, such as "cuda"; by default the accelerator.
         backend: as for `init_process_group`; by default gloo for CPU and NCCL for CUDA tensors.
         timeout: how long a rank waits for the others in a collective; by default torch's own timeout.
 
@@ -61,16 +62,17 @@ def init_mesh(
         ConfigError: this machine has no such device.
     """
     prepare_process()
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    kind = accelerator.found()
+    devices = ["cpu"] if kind is None else [kind.type, "cpu"]
     device_type = devices[0] if device_type is None else device_type
     if device_type not in devices:
         raise ConfigError(f"device_type={device_type!r}: expected one of {devices}, which this machine has, or None")
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # first, since NCCL uses the current device
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if kind is not None and device_type != "cpu" and "LOCAL_RANK" in os.environ:  # first: NCCL uses the current device
+        accelerator.api(kind).set_device(int(os.environ["LOCAL_RANK"]) % accelerator.count())
     if not dist.is_initialized():
         # Without device_id: with it, torch makes every group by splitting the world's communicator. A gloo group of
         # some ranks then hangs, and gloo's split of a restarted world crashes the process.
-        backend = backend or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        backend = backend or accelerator.backends(device_type)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout or default_pg_timeout))
             fresh = dist.PrefixStore(_start_name(store, rank, ranks), store)
@@ -121,8 +123,8 @@ def _connected(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
     The other axes have none until they are used: chunks have separate process groups. Returns `mesh`.
     """
-    if mesh.device_type == "cuda" and mesh.get_group(axis).size() > 1:
-        connect(mesh.get_group(axis), torch.device("cuda", torch.cuda.current_device()))
+    if mesh.device_type != "cpu" and mesh.get_group(axis).size() > 1:
+        connect(mesh.get_group(axis), accelerator.current(torch.device(mesh.device_type)))
     return mesh
 
 
@@ -180,15 +182,17 @@ def start(device: torch.device | str | None) -> torch.device:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    available = {"cpu": 1, "cuda": torch.cuda.device_count()}
+    kind, count = accelerator.kind(), accelerator.count()
     try:
-        chosen = torch.device(device or ("cuda" if available["cuda"] else "cpu"))
+        chosen = torch.device(device or (kind if kind is not None and count else "cpu"))
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r}: {error}") from error
+    available = {"cpu": 1} if kind is None else {"cpu": 1, kind.type: count}
     if (chosen.index or 0) >= available.get(chosen.type, 0):
-        raise ConfigError(f"device={device!r}: this machine has {available['cuda']} GPUs, and the CPU")
-    if chosen.type != "cuda":
+        accelerator.check_supported(chosen)
+        raise ConfigError(f"device={device!r}: this machine has {count} GPUs, and the CPU")
+    if chosen.type == "cpu":
         return chosen
     if chosen.index is not None:
-        torch.cuda.set_device(chosen)  # streams, NCCL and DLPack use the current device
-    return torch.device("cuda", torch.cuda.current_device())
+        accelerator.api(chosen).set_device(chosen)  # streams, NCCL and DLPack use the current device
+    return accelerator.current(chosen)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from elixir_moe.accelerator import runs_triton
 from elixir_moe.kernels import TORCH_SLICE_NUMEL, triton_on
 from elixir_moe.native import native as _native
 
@@ -161,7 +162,7 @@ def _in_host_memory(out: Tensor) -> bool:
 
 def _in_triton(out: Tensor) -> ModuleType | None:
     """Returns Triton's decoders if they can write to `out`; not under `torch.compile`, which makes its own kernels."""
-    on_gpu = out.device.type == "cuda" and type(out) is Tensor
+    on_gpu = runs_triton(out.device) and type(out) is Tensor
     return _triton_on(out.device) if on_gpu and not torch.compiler.is_compiling() else None
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from elixir_moe.accelerator import has_grouped_kernel
 from elixir_moe.errors import UsageError
-from elixir_moe.moe.experts import Groups, has_grouped_kernel, multiply_each, runs_fused
+from elixir_moe.moe.experts import Groups, multiply_each, runs_fused
 from elixir_moe.parallel.meta_tensors import has_data, recordings
 from elixir_moe.parallel.regather import RegatheredParameter
 from elixir_moe.quantized.formats import decoding_itemsize

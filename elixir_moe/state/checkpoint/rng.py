@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from elixir_moe import accelerator
 from elixir_moe.errors import CheckpointError
 from elixir_moe.state.checkpoint.hashing import digest_of
 from elixir_moe.state.checkpoint.values import decode, encode
@@ -18,8 +19,7 @@ def random_states() -> Any:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
     }
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    states |= accelerator.random_states()
     return encode(states, "the random generators")
 
 
@@ -34,8 +34,8 @@ def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
         torch.Generator().set_state(states["torch"])
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.Generator("cuda").set_state(states["cuda"])
+        if (device := accelerator.found()) is not None and device.type in states:
+            torch.Generator(device).set_state(states[device.type])
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{where}: invalid states of random generators: {error}") from error
     return states
@@ -46,8 +46,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if (device := accelerator.found()) is not None and device.type in states:
+        accelerator.api(device).set_rng_state(states[device.type])
 
 
 def seed_new_rank(rank: int, text: str) -> None:
