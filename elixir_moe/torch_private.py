@@ -148,6 +148,9 @@ def running_node() -> int | None:
 swap_tensors: Callable[[Tensor, Tensor], None] = _torch("_C._swap_tensor_impl")
 """Swaps two tensors in place. `torch.utils.swap_tensors`, which is public, refuses tensors with weak references, which
 recurrent modules hold."""
+has_compatible_type: Callable[[Tensor, Tensor], bool] = _torch("_has_compatible_shallow_copy_type")
+"""Whether ``a.data = b`` is accepted: not from meta, nor between the CPU and the device of a backend outside of torch.
+The public way is to assign, and to read the error."""
 foreach_copy_: Callable[..., None] = _torch("_foreach_copy_")
 """Copies many tensors in one call. The public way is one `Tensor.copy_`, and so one kernel, per gradient."""
 

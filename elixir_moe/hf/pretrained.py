@@ -27,7 +27,7 @@ from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.hf.peft import base_of
 from elixir_moe.hf.shipped import Halves, halves_in, scheme_of_folder
-from elixir_moe.parallel.dtensor import is_dtensor
+from elixir_moe.parallel.dtensor import is_dtensor, local_of
 from elixir_moe.parallel.rules import UNCUT, attach, logical_box, logical_shape, named_tensors, names_of, pattern_of
 from elixir_moe.parallel.state_dict import keys_of
 from elixir_moe.parallel.tiles import mark, tile_of, whole_shape
@@ -35,7 +35,7 @@ from elixir_moe.quantized.formats import Scheme, scheme_named
 from elixir_moe.quantized.modules import become_plain, become_quantized, weights_of
 from elixir_moe.quantized.packed import SCALES, Packed, as_bytes, cut_alike, packed_parameters, tile_problem
 from elixir_moe.state.safetensors_format import INDEX, SINGLE
-from elixir_moe.torch_private import swap_tensors
+from elixir_moe.torch_private import has_compatible_type, swap_tensors
 
 _WRAPPED = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)|\.modules_to_save\.[^.]+(?=\.)")
 """Parts that peft adds to the names of modules it wraps or copies."""
@@ -419,9 +419,18 @@ def _packed_like(module: nn.Module, weight: Tensor, scheme: str) -> Packed:
     return Packed(scheme=scheme, shape=shape, dtype=weight.dtype, transposed=transposed)
 
 
-def leave_meta(parameter: nn.Parameter) -> None:
-    """Takes a parameter off meta in place, as one expanded zero; attributes, hooks and references to it stay."""
-    replace_data(parameter, torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape))
+def become_assignable(parameter: nn.Parameter, device: torch.device) -> None:
+    """Makes torch accept ``parameter.data = tensor`` for tensors on `device`, which it does not from everywhere.
+
+    From meta, and to the device of a backend outside of torch, the parameter becomes one expanded zero in place;
+    attributes, hooks and references to it stay.
+    """
+    local = local_of(parameter)
+    zero = torch.zeros((), dtype=local.dtype, device="cpu")
+    if not has_compatible_type(zero, torch.empty(0, device=device)):
+        zero = zero.to(device)
+    if not has_compatible_type(local, zero):
+        replace_data(local, zero.expand(local.shape))
 
 
 def replace_data(tensor: Tensor, data: Tensor) -> None:

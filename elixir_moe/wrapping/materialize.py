@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.packing import ChunkSpec, Slot
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import Deferred, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.errors import ConfigError, ElixirError
-from elixir_moe.hf.pretrained import Pretrained, leave_meta
+from elixir_moe.hf.pretrained import Pretrained, become_assignable
 from elixir_moe.kernels import host_threads
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, bytes_of, copy_on_host, return_freed_memory
@@ -60,8 +61,7 @@ def materialize(
         for parameter in members.values():
             freed_bytes += local_of(parameter).nbytes if local_of(parameter).is_cpu else 0
             transfer.leave(parameter)
-            if local_of(parameter).is_meta:
-                leave_meta(parameter)
+            become_assignable(parameter, request.device)
         names = [spec.params[slot.param].name for slot in chunk.slots]
         chunks.append(Chunk.of(chunk, list(members.values()), names, shard, communicator, allocated.placeholder))
         if freed_bytes >= _RETURN_BYTES:
@@ -98,7 +98,7 @@ def _move_in(
     run, memory = sources.moving.run, shard.weights_memory
     straight = communicator.size == 1 and memory is not None and memory.dtype == dtype_moved(chunk)
     place = memory if straight else None
-    from_device = place is None or any(local_of(parameter).is_cuda for parameter in members.values())
+    from_device = place is None or any(is_accelerator(local_of(parameter).device) for parameter in members.values())
     if from_device:  # a GPU copies fast only to locked memory
         run(shard.lock)
     if place is not None:
