@@ -197,6 +197,11 @@ def has_grouped_kernel(device: torch.device) -> bool:
     return here and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def has_wide_products(device: torch.device) -> bool:
+    """Whether `torch.mm` returns products of 16-bit operands in fp32, which it only does on "cuda"."""
+    return device.type == _CUDA
+
+
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes in bf16 without emulation, which a T4 does not."""
     if device.type == "cpu":

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from elixir_moe.accelerator import has_wide_products
 from elixir_moe.errors import ConfigError
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.meta_tensors import cut, has_data, pieces
@@ -338,7 +339,7 @@ _Weight = Tensor | _Decoded
 
 def _on_accelerator(tensor: Tensor) -> bool:
     """Whether products are those of an accelerator, as a trace assumes for tensors without data."""
-    return tensor.is_cuda or not has_data(tensor)
+    return has_wide_products(tensor.device) or not has_data(tensor)
 
 
 def _wide(tensor: _Weight) -> torch.dtype:
