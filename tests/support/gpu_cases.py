@@ -14,7 +14,7 @@ import copy
 import gc
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -167,12 +167,20 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype, c
         )
 
 
-def trains_as_plain_torch(model: str, plan: str, dtype: torch.dtype, device: str) -> None:
-    """Every loop under one plan: losses, norms and all parameters after the steps."""
-    for accumulation, checkpoint in LOOPS:
+def trains_as_plain_torch(
+    model: str,
+    plan: str,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    oracle: str | None = None,
+    loops: Sequence[tuple[int, str]] = LOOPS,
+) -> None:
+    """Losses, norms and all parameters after every loop's steps; plain torch runs on `oracle`, or on `device` too."""
+    for accumulation, checkpoint in loops:
         config = config_of(model, dtype, checkpoint)
         found = wrapped(config, PLANS[plan](), dtype, accumulation, device)
-        wanted = plain(config, dtype, accumulation, device)
+        wanted = plain(config, dtype, accumulation, oracle or device)
         compare(found, wanted, dtype, f"{model}, {plan}, {dtype}, {accumulation} micro-batches, {checkpoint}")
 
 

@@ -1,0 +1,86 @@
+"""Training on the accelerator of threads: every plan takes the steps of plain torch, whichever stream is late.
+
+The cases are those of `tests.gpu`. ``make test-accelerator SEEDS=n`` runs all of them, each with n seeds of delays.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.device import NAME, delayed
+from tests.gpu.test_quantized import CASES as QUANTIZED
+from tests.gpu.test_quantized import adapts_as_plain_torch
+from tests.support import gpu_cases
+from tests.support.cases import with_further
+from tests.support.gpu_cases import LOOPS, MODELS, PLANS
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LATE = {"compute": (500, 0), "others": (0, 1500), "random": (500, 500)}
+"""Microseconds by which the default stream is late at most, and by which all others are."""
+SEEDS = range(int(os.environ.get("ACCELERATOR_SEEDS", "1")))
+QUICK_LOOPS = [(2, "non_reentrant")]
+
+CASES = [*itertools.product(MODELS, PLANS, (FP32, BF16))]
+CASES += itertools.product(("adapted",), ("zero3", "offload, all on disk"), (FP32, BF16))
+QUICK = [
+    ("dense", "zero3", BF16, "compute"),
+    ("mixture", "offload, some on disk", FP32, "random"),
+    ("mixture", "offload, values on disk", BF16, "compute"),
+    ("adapted", "offload, all on disk", BF16, "others"),
+]
+
+
+def every(cases: Any) -> list[Any]:
+    """Each case with each mode of delay."""
+    return [(*case, late) for case in cases for late in LATE]
+
+
+def late_in(late: str, seed: int, body: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    """(rank) Runs `body` on the accelerator while streams are late."""
+    with delayed(*LATE[late], seed):
+        body(*arguments, **options)
+
+
+@pytest.mark.parametrize(("model", "plan", "dtype", "late"), QUICK)
+def test_plans_train_as_plain_torch(threads: Any, model: str, plan: str, dtype: torch.dtype, late: str) -> None:
+    body = gpu_cases.trains_as_plain_torch
+    threads(1).run(late_in, late, 0, body, model, plan, dtype, NAME, oracle="cpu", loops=QUICK_LOOPS)
+
+
+@pytest.mark.slow  # a further case: all plans, loops and delays
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("model", "plan", "dtype", "late"), every(CASES))
+def test_every_plan_trains_as_plain_torch(
+    threads: Any, model: str, plan: str, dtype: torch.dtype, late: str, seed: int
+) -> None:
+    body = gpu_cases.trains_as_plain_torch
+    threads(1).run(late_in, late, seed, body, model, plan, dtype, NAME, oracle="cpu", loops=LOOPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("plan", "late"), with_further(every([("zero3",), ("offload",)]), [("zero3", "random")]))
+def test_two_ranks_train_as_plain_torch(threads: Any, plan: str, late: str, seed: int) -> None:
+    body = gpu_cases.trains_as_plain_torch
+    threads(2).run(late_in, late, seed, body, "mixture", plan, FP32, NAME, oracle="cpu", loops=QUICK_LOOPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("late", with_further(LATE, ["random"]))
+def test_what_is_saved_is_loaded_under_another_plan(threads: Any, late: str, seed: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    threads(1).run(late_in, late, seed, gpu_cases.saves_and_loads, "offload, some on disk", "zero3", NAME, folder)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("family", "scheme", "plan", "late"), with_further(every(QUANTIZED), [("qwen3-moe", "nf4", "disk", "compute")])
+)
+def test_adapters_of_quantized_weights_train_as_in_plain_torch(
+    threads: Any, family: str, scheme: str, plan: str, late: str, seed: int
+) -> None:
+    threads(1).run(late_in, late, seed, adapts_as_plain_torch, family, scheme, plan, NAME)
