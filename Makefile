@@ -10,7 +10,7 @@ CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 TEST_CXX_FILES := $(wildcard tests/accelerator/csrc/*.cpp tests/accelerator/csrc/*.hpp)
 
-.PHONY: setup test test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-accelerator test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,11 @@ test: setup
 
 test-programs: setup
 	$(PYTEST) $(PROGRAMS) $(PYTEST_ARGS)
+
+# What runs on the accelerator of threads: every plan and model, each with SEEDS seeds of each kind of delay.
+SEEDS := 1
+test-accelerator: setup
+	ACCELERATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal -m '' tests/accelerator $(PYTEST_ARGS)
 
 # Those that a change can reach by imports, the nearest first: what differs from main, or on main from the last commit.
 # make test-changed SINCE=HEAD~3 compares with another commit.

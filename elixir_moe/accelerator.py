@@ -18,7 +18,7 @@ from elixir_moe.errors import ConfigError
 
 _CUDA = "cuda"
 _NEEDED = ("Event", "Stream", "current_stream", "stream", "synchronize", "set_device", "mem_get_info")
-"""What the module of a device must have."""
+"""Names that the module of a device must have."""
 
 
 def is_accelerator(device: torch.device) -> bool:

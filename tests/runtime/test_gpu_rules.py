@@ -101,6 +101,11 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_started(monkeypat
     assert not machine.started
 
 
+def test_a_device_without_streams_is_refused_by_name() -> None:
+    with pytest.raises(em.ConfigError, match=r"device='mps': torch.mps has no Stream, current_stream"):
+        start("mps")
+
+
 def test_a_process_group_that_serves_no_cpu_tensors() -> None:
     """What a world started with backend="nccl" is: asked for its timeout, and used with what it does not serve."""
     group = dist.new_group(backend="cuda:gloo", timeout=timedelta(seconds=77))
