@@ -105,7 +105,7 @@ class CallStack:
         if call.recomputes:
             call.entered, call.left = self._machine.positions(unit)
             if call.held:
-                self._machine.release_recomputed(unit)
+                self._actions.release(unit)
         elif call.held and call.training:
             call.left = self._machine.leave(unit, with_grad=with_grad)
         elif call.held:

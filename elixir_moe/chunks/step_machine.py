@@ -9,8 +9,8 @@ and `chunks.replay` what a step will do, both by way of `chunks.calls`, so that 
     leave      forward leaves it                                releases it
     read       a function reads parameters outside their unit   acquires them for the call
     reach      backward comes to the outputs of a run           passes what forward entered later, acquires the unit
-    recompute  a checkpointed region enters a unit again        acquires the unit until backward has passed it
-    (its end)  the region leaves a unit that saves no weights   releases it, until backward reaches it
+    recompute  a checkpointed region enters a unit again        acquires the unit until backward has passed it; one
+                                                                that saves no weights until the region leaves it
     unpack     an operator wants weights that it has saved      acquires their chunk until the next operator
     accumulate a gradient is complete                           releases units that nothing reads, takes the gradient,
                                                                 reduces chunks that are complete and next in order
@@ -308,8 +308,9 @@ class StepMachine:
     def recompute(self, unit: Unit, *, with_grad: bool) -> None:
         """Acquires a unit that backward runs again, or a reader, until backward has passed it.
 
-        When a region starts to run again, everything that forward entered later is done, or runs again with it. For a
-        unit that ran more than once, it is unknown which run this is. `with_grad`: autograd records the run.
+        The caller releases a unit that saves no weights. When a region starts to run again, everything that forward
+        entered later is done, or runs again with it. For a unit that ran more than once, it is unknown which run this
+        is. `with_grad`: autograd records the run.
         """
         backward, past = self.backward, self.past
         assert backward is not None
@@ -323,10 +324,6 @@ class StepMachine:
         self._actions.acquire(unit)
         if not unit.saves_no_weights:
             backward.holds.append((entered, unit))
-
-    def release_recomputed(self, unit: Unit) -> None:
-        """Releases a unit that saves no weights, when a region that backward runs again leaves it."""
-        self._actions.release(unit)
 
     def unpack(self, chunk: int, operator: Callable[[], object]) -> None:
         """Acquires a chunk for the running `operator` of autograd, which wants weights it has saved."""

@@ -277,7 +277,7 @@ class StepDecision:
         begun = 0 if self._early is None else self._early.withdraw()
         self._counted = self._scheduler.reductions.issued
         mine = self._squares_here()
-        self._scheduler.fetch_after_compute()
+        self._scheduler.streams.fetch_after_compute()  # a gather may overwrite a gradient in the values' place
         if self._on_device is not None and self.loss_scale is None:  # with a loss scale, the host checks for overflow
             norm, answer = self._sum_on_device(mine, self._on_device), self._ask(0.0, begun)
         else:

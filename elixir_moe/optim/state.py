@@ -17,7 +17,7 @@ from torch import nn
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import ElixirError
 from elixir_moe.memory.elements import Elements
-from elixir_moe.optim.agreement import Options, StepDecision
+from elixir_moe.optim.agreement import StepDecision
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -57,7 +57,7 @@ class OptimizerState:
         hooks: Hooks,
         groups: ControlGroups,
     ) -> None:
-        self._update, self._chunks, self._decision = update, chunks, decision
+        self._update, self._chunks, self.decision = update, chunks, decision
         self._scheduler, self._hooks, self._groups = scheduler, hooks, groups
         self._phase = scheduler.phase
         self._place_of = {p.parameter: (chunk, p) for chunk in chunks for p in pieces[chunk.spec.index]}
@@ -98,25 +98,12 @@ class OptimizerState:
                 f"and continue with another batch or a smaller rate"
             )
 
-    @property
-    def stepped(self) -> Options:
-        """The options of the last step."""
-        return self._decision.stepped
-
-    def compare_stepped(self, everyone: Sequence[Options]) -> None:
-        """Raises UsageError unless all peers, in rank order, made the last step with the same options."""
-        self._decision.compare_stepped(everyone)
-
-    def not_finite(self) -> list[str]:
-        """Lists the parameters whose gradients are not finite in this rank's shards, in packing order."""
-        return self._decision.not_finite()
-
     def give_up_gradients(self) -> None:
         """Gives up unfinished work and clears the gradients."""
         self._phase.drop_gradients("optimizer.zero_grad() stopped halfway")
         self._scheduler.reductions.drain()
         self._hooks.abandon()
-        self._decision.forget_gradients()
+        self.decision.forget_gradients()
         with DisableTorchFunctionSubclass():
             for parameter in (parameter for chunk in self._chunks for parameter in chunk.parameters):
                 parameter.grad = None  # a failed backward may have left one
@@ -132,7 +119,7 @@ class OptimizerState:
         self._phase.abort()
         self._phase.drop_gradients("drop_process_groups() stopped halfway")
         self._scheduler.abandon_groups()
-        self._decision.forget_gradients()
+        self.decision.forget_gradients()
         self._groups.replace(control)
         self.pending = None
         self._phase.clear()
@@ -149,7 +136,7 @@ class OptimizerState:
             chunk.shard.drop_update()
         self._phase.early.clear()
         self.give_up_gradients()
-        self._decision.forget_options()
+        self.decision.forget_options()
         self._hooks.updated()
         self._scheduler.gathers.drop(frozen=True)
         for chunk in self._scheduler.chunks:

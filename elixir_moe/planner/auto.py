@@ -21,7 +21,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_for_plan, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.planner import cost
-from elixir_moe.planner.explain import explained
+from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.measure import describe, hardware_here, remembered_fit, with_disk
 from elixir_moe.planner.solve import PlanCandidate, Task, solve
@@ -193,7 +193,7 @@ def forecast_of(candidate: PlanCandidate) -> Forecast:
     task = candidate.task
     device, host = task.held_bytes(candidate.size)
     return Forecast(
-        plan=explained(candidate),
+        plan=replace(candidate.plan, explanation=explain(candidate)),
         events=task.profile.registered_events,
         seconds=candidate.seconds,
         device_bytes=device,

@@ -27,7 +27,7 @@ from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.meta_tensors import Recording, has_data
 from elixir_moe.planner.megatron_meta import is_mixture
 from elixir_moe.runtime.autograd import hook_outputs, in_backward, tensors_in
-from elixir_moe.runtime.host_checkpoints import kept_by_region, region_number
+from elixir_moe.runtime.host_checkpoints import kept_by_region
 from elixir_moe.runtime.units import Parts, reads_heard
 from elixir_moe.torch_private import (
     COLLECTIVES,
@@ -37,6 +37,7 @@ from elixir_moe.torch_private import (
     DisableTorchFunctionSubclass,
     FakeTensor,
     group_of_name,
+    next_sequence_number,
     running_node,
 )
 
@@ -320,9 +321,9 @@ class Recorder(Recording):
         if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
             self._kept.add(tensor.untyped_storage())
             number, region = self._region
-            if number != region_number():
+            if number != next_sequence_number():
                 region = [0]
-                self._region = region_number(), region
+                self._region = next_sequence_number(), region
                 self.events.append(CostEvent(Cost.KEEP))
             region[0] += _nbytes(tensor)
             self.events[-1] = CostEvent(Cost.KEEP, nbytes=region[0])

@@ -5,15 +5,10 @@ Owns the wording; never searches. Computes the saving of each choice by pricing 
 
 from dataclasses import replace
 
-from elixir_moe.chunks.plan import Plan, Tier, seconds_text, size_text
+from elixir_moe.chunks.plan import Tier, seconds_text, size_text
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.solve import PlanCandidate, price
-
-
-def explained(candidate: PlanCandidate) -> Plan:
-    """Returns the plan of a candidate, with its explanation."""
-    return replace(candidate.plan, explanation=explain(candidate))
 
 
 def explain(candidate: PlanCandidate) -> str:

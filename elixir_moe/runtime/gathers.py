@@ -338,7 +338,7 @@ class Gathers:
 
     # ------------------------------------------------------------------------------------------------------------ reset
 
-    def settle(self) -> None:
+    def finish_queued(self) -> None:
         """Begins and awaits every gather that was decided, which another rank may have begun, and keeps writes."""
         if self._queue:
             self._begin_queued(until=self._queue[-1])

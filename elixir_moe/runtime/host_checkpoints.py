@@ -48,11 +48,6 @@ def kept_by_region(tensor: torch.Tensor) -> bool:
     return not by.isdisjoint(_CHECKPOINTING) and _without_gaps(tensor)
 
 
-def region_number() -> int:
-    """A number that is the same for all inputs of a region and that grows with each region of a thread."""
-    return next_sequence_number()
-
-
 def _without_gaps(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill a piece of memory."""
     if tensor.layout is not torch.strided:
@@ -130,7 +125,7 @@ class HostCheckpoints:
             found = known()
             if found is not None and found.version == tensor._version:
                 return found
-        number = region_number()
+        number = next_sequence_number()  # the same for all inputs of a region, and grows with each region of a thread
         if self._last is None or self._last.number != number:
             self._leave()
             if self._count >= self._most:

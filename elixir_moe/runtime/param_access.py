@@ -387,12 +387,9 @@ def _guarded(values: Iterable[Any]) -> Iterator[nn.Parameter]:
             yield from _guarded(value.values())
 
 
-def refuse_reads(why: str) -> AbstractContextManager[object]:
+class RefusedReads(TorchFunctionMode):
     """A context in which a function that would gather a parameter raises UsageError with the parameter's name."""
-    return _Refusing(why)
 
-
-class _Refusing(TorchFunctionMode):
     def __init__(self, why: str) -> None:
         super().__init__()
         self._why = why

@@ -332,7 +332,7 @@ class Reductions:
         """Starts another step."""
         self.apart = False
 
-    def settle(self) -> None:
+    def vacate_blocks(self) -> None:
         """Gives up the blocks of gradients that are not reduced yet."""
         for gradients in self._gradients:
             if gradients.block is not None:

@@ -58,7 +58,7 @@ class Scheduler:
             self.writes,
             agreement,
         )
-        self._streams, self._blocks, self._staging = streams, blocks, staging
+        self.streams, self._blocks, self._staging = streams, blocks, staging
 
     @property
     def cache(self) -> CacheState:
@@ -98,16 +98,16 @@ class Scheduler:
         for chunk in self.chunks:
             if chunk.spec.residence is ATTACHED and chunk.spec.key.trainable:
                 torch.autograd.graph.increment_version(chunk.locals)  # invalidates tensors that autograd has saved
-        self._streams.fetch_after_compute()
+        self.streams.fetch_after_compute()
 
     def reset(self) -> None:
         """Gives up all unfinished work; reduced gradients and in-place writes stay."""
         self.reductions.drain()
-        self.gathers.settle()
-        self.reductions.settle()
+        self.gathers.finish_queued()
+        self.reductions.vacate_blocks()
         self.gathers.reset()
         self.reductions.reset()
-        self._streams.fetch_after_compute()
+        self.streams.fetch_after_compute()
 
     def abandon_groups(self) -> None:
         """Drops the process groups in the middle of a step; only the shards stay, without gradients."""
@@ -115,7 +115,3 @@ class Scheduler:
         self.reductions.abandon()
         for chunk in self.chunks:
             chunk.communicator.drop()
-
-    def fetch_after_compute(self) -> None:
-        """To be called when compute has read shards: a gather may overwrite a gradient that is in the values' place."""
-        self._streams.fetch_after_compute()

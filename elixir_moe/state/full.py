@@ -21,7 +21,7 @@ from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.state_dict import plain_state_dict
 from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.runtime.model_spec import ModelSpec
-from elixir_moe.runtime.param_access import refuse_reads
+from elixir_moe.runtime.param_access import RefusedReads
 from elixir_moe.runtime.phase import WHOLE
 from elixir_moe.state.wrapped import Wrapped, check_as_wrapped, require_wrapped
 from elixir_moe.torch_private import storage_id
@@ -74,7 +74,7 @@ def full_state_dict(model: nn.Module, *, all_ranks: bool = False) -> dict[str, A
 def _state_of(model: nn.Module, wrapped: Wrapped, values: dict[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     """Returns the model's own state dict, from full parameters and CPU copies of its buffers."""
     values |= {buffer: buffer.detach().cpu().clone() for buffer in model.buffers()}
-    with refuse_reads("a hook of state_dict() has kept a parameter, which it should read from its module"):
+    with RefusedReads("a hook of state_dict() has kept a parameter, which it should read from its module"):
         state = plain_state_dict(model, wrapped.spec.names, values)
     ours = {_memory(value) for value in values.values()} - {None}
     for key, value in state.items():
@@ -103,10 +103,10 @@ def full_parameters(
     wrapped.phase.require(WHOLE, "em.full_state_dict()")
     wrapped.scheduler.writes.keep_all()
     if len(wrapped.spec.ranks) > 1:
-        everyone = gathered((wrapped.phase.place, wrapped.kept.stepped), wrapped.groups.peers_group)
+        everyone = gathered((wrapped.phase.place, wrapped.kept.decision.stepped), wrapped.groups.peers_group)
         places, stepped = zip(*everyone, strict=True)
         wrapped.phase.compare(places, wrapped.spec.ranks)
-        wrapped.kept.compare_stepped(stepped)
+        wrapped.kept.decision.compare_stepped(stepped)
     tiles: dict[str, dict[int, torch.Tensor]] = {}
     for chunk in wrapped.scheduler.chunks:
         if wanted is not None and not any(parameter in wanted for parameter in chunk.parameters):

@@ -46,7 +46,7 @@ def name_not_finite(
         forward: runs the forward passes of the step again.
         drop: drops the gradients; None where updates may have begun, so that only gradients can be looked at.
     """
-    gradients = _union(wrapped, wrapped.kept.not_finite())
+    gradients = _union(wrapped, wrapped.kept.decision.not_finite())
     if drop is not None:
         drop()
         weights = [name for name, scale in scales(wrapped).items() if not math.isfinite(scale)]

@@ -281,7 +281,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "values on disk are read before their update has ended": _values_read_before_their_update_has_ended,
     "a checkpoint is copied before it is computed": _checkpoints_copied_at_once,
     "the copy of a checkpoint is not waited for": _without(Work, "wait in finish_keeping", on=Streams),
-    "a fetch does not wait for the norm": _without(Scheduler, "fetch_after_compute in facts", on=StepDecision),
+    "a fetch does not wait for the norm": _without(Streams, "fetch_after_compute in facts", on=StepDecision),
     "an update does not wait for a save": _updates_do_not_wait_for_a_save,
     "an update does not wait for reductions": _step_not_behind("_reduce"),
     "a gather begins when its update has ended": _gathers_begin_when_updates_have_ended,

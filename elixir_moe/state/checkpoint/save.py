@@ -233,7 +233,7 @@ def save(
         error=CheckpointError,
     )
     wrapped.phase.compare([found.place for found in facts], range(len(facts)))
-    wrapped.kept.compare_stepped([found.stepped for found in facts])
+    wrapped.kept.decision.compare_stepped([found.stepped for found in facts])
     _compare(facts)
     base = None if written is True else _base(model, wrapped, written or frozenset(), control)
     first, *others = raise_on_all_ranks(  # apart from the rest: a module may gather a parameter for it
@@ -407,7 +407,7 @@ def _facts(
         frozen=frozen,
         asynchronous=asynchronous,
         place=wrapped.phase.place,
-        stepped=wrapped.kept.stepped,
+        stepped=wrapped.kept.decision.stepped,
         fixed=fixed,
     )
 
