@@ -7,7 +7,7 @@ updates (`optim`).
 
 On NCCL the shard gets the gradient when the reduction is issued, on gloo when it is waited for. The block is released
 when the reduction is issued, and filled again when it has ended. The step machine keeps the order, on which all ranks
-agree once a backward (`reduction_order`). An update waits for all reductions.
+agree once a backward (`peers`). An update waits for all reductions.
 """
 
 from collections import deque
@@ -31,8 +31,8 @@ from elixir_moe.runtime.autograd import unrecorded
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
 from elixir_moe.runtime.gradients import Gradients
+from elixir_moe.runtime.peers import Agreement
 from elixir_moe.runtime.phase import WHOLE, Phase
-from elixir_moe.runtime.reduction_order import Agreement
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import GATHERING, Weights
 from elixir_moe.runtime.writes import Writes

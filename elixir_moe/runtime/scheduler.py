@@ -16,8 +16,8 @@ from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
 from elixir_moe.runtime.gradients import Gradients
+from elixir_moe.runtime.peers import Agreement, of_one_rank
 from elixir_moe.runtime.phase import Phase
-from elixir_moe.runtime.reduction_order import Agreement, of_one_rank
 from elixir_moe.runtime.reductions import Reductions
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import Weights

@@ -17,8 +17,8 @@ import elixir_moe as em
 from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import LayoutError, OutOfStepError
 from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.peers import Peers
 from elixir_moe.runtime.phase import Phase
-from elixir_moe.runtime.reduction_order import Peers
 from tests.support.cases import placed
 from tests.support.parity import assert_alike, trained
 from tests.support.ranks import RankPool
