@@ -35,7 +35,7 @@ STOREYS: list[set[str]] = [
     {"quantized"},
     {"hf.import_quantized"},
     {"linear_cross_entropy"},
-    {"hf.fused_loss", "hf.peft_checks"},
+    {"hf.fused_loss"},
     {"chunks.param_spec", "chunks.residence", "chunks.plan_options"},
     {"chunks.packing"},
     {"chunks.cache_policy", "chunks.step_machine", "chunks.events"},

@@ -18,8 +18,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.errors import ConfigError, LayoutError, TierError
 from elixir_moe.hf.fused_experts import STACKS, adapted_parameter
 from elixir_moe.hf.import_quantized import check_layers
-from elixir_moe.hf.peft import adapters_of_layers, base_of
-from elixir_moe.hf.peft_checks import begins_with_weight, reads_weight
+from elixir_moe.hf.peft import adapters_of_layers, base_of, begins_with_weight, reads_weight
 from elixir_moe.hf.pretrained import names_in_base
 from elixir_moe.memory.slabs import is_one_memory
 from elixir_moe.optim.accepted import check_optimizer, is_adam

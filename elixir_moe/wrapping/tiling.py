@@ -32,7 +32,7 @@ from elixir_moe.hf.fused_experts import (
     is_spread,
     run_adapters_unmerged,
 )
-from elixir_moe.hf.peft_checks import reads_weight
+from elixir_moe.hf.peft import reads_weight
 from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
 from elixir_moe.parallel.dtensor import is_dtensor
