@@ -8,7 +8,7 @@ options, by the bits of a number or a checksum.
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -24,7 +24,6 @@ from elixir_moe.distributed.waits import Series, Wait
 from elixir_moe.errors import UsageError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.optim.early import EarlyUpdates
-from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.parallel.megatron import Routers
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -57,28 +56,35 @@ class Chosen:
             raise self.error
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """The facts on which ranks agree before an update."""
 
     norm: float | torch.Tensor
     """Global gradient norm, unscaled; a scalar on the device if the host has not waited for it."""
-    used: set[nn.Parameter] = field(default_factory=set)
+    used: set[nn.Parameter]
     """Parameters that got a gradient on any rank."""
-    begun: int = 0
+    begun: int
     """Number of updates that have begun in backward, on all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """The sums over all ranks before an update."""
+@dataclass(kw_only=True, slots=True)
+class LossScale:
+    """Dynamic loss scaling of fp16 parameters, as in `torch.amp.GradScaler`: halved on overflow, doubled after
+    `growth_interval` steps without one."""
 
-    squares: float
-    """The squared norm; 0 if it is summed on the device."""
-    begun: int
-    """`Facts.begun`."""
-    used: set[nn.Parameter]
-    """`Facts.used`."""
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    """Steps without overflow after which the scale doubles."""
+    clean_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """Adjusts the scale after one step."""
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow:
+            self.scale /= 2
+        elif self.clean_steps == self.growth_interval:
+            self.scale, self.clean_steps = self.scale * 2, 0
 
 
 class StepDecision:
@@ -279,14 +285,14 @@ class StepDecision:
         mine = self._squares_here()
         self._scheduler.streams.fetch_after_compute()  # a gather may overwrite a gradient in the values' place
         if self._on_device is not None and self.loss_scale is None:  # with a loss scale, the host checks for overflow
-            norm, answer = self._sum_on_device(mine, self._on_device), self._ask(0.0, begun)
+            norm = self._sum_on_device(mine, self._on_device)
+            facts = replace(self._ask(0.0, begun), norm=norm)
         else:
-            answer = self._ask(float(mine), begun)
-            norm = answer.squares**0.5
-        if not answer.begun and not math.isfinite(answer.squares):
-            self._phase.early.clear()  # no update has begun: the step can be given up, and forward may run again
-        self._facts = Facts(norm=norm, used=answer.used, begun=answer.begun)
-        return self._facts
+            facts = self._ask(float(mine), begun)
+            if not facts.begun and not math.isfinite(facts.norm):
+                self._phase.early.clear()  # no update has begun: the step can be given up, and forward may run again
+        self._facts = facts
+        return facts
 
     def _squares_here(self) -> float | torch.Tensor:
         """Returns this rank's part of the squared norm; a chunk that k ranks hold counts 1/k on each of them."""
@@ -297,8 +303,8 @@ class StepDecision:
                 mine += weight * chunk.squares() * self._unscale(chunk) ** 2
         return mine
 
-    def _ask(self, squares: float, begun: int) -> _Answer:
-        """Sums the facts of all ranks. Collective.
+    def _ask(self, squares: float, begun: int) -> Facts:
+        """Sums the facts of all ranks, whose squared norms are `squares`. Collective.
 
         Raises, on all ranks, the errors of `_refuse_different` and `_refuse_unseen_writes`, or OutOfStepError.
         """
@@ -329,7 +335,7 @@ class StepDecision:
         if refused:
             raise UsageError("another pipeline stage refused this step: see the error of its ranks")
         everybody = {p for p, ranks in zip(self._parameters, used.tolist(), strict=True) if ranks}
-        return _Answer(squares=total.item(), begun=int(begun_anywhere), used=everybody)
+        return Facts(norm=total.item() ** 0.5, begun=int(begun_anywhere), used=everybody)
 
     def _sum_on_device(self, mine: float | torch.Tensor, communicator: Communicator) -> torch.Tensor:
         """Returns the square root of the sum of `mine` over all ranks, on the device."""

@@ -5,7 +5,7 @@ shard by shard (`shard_update`). Its state is read and replaced through `state`.
 
 A parameter that got no gradient on any rank is not updated, as in torch where ``grad is None``. A gradient that only
 some ranks have counts as zero on the others; where backward gathers weights again, only experts may have such gradients
-(`runtime.reduction_order`). `step` clears the gradients, so they do not accumulate if `zero_grad` is forgotten.
+(`runtime.peers`). `step` clears the gradients, so they do not accumulate if `zero_grad` is forgotten.
 """
 
 import math
@@ -26,9 +26,8 @@ from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.accepted import MODES, changes
-from elixir_moe.optim.agreement import Chosen, Facts, StepDecision
+from elixir_moe.optim.agreement import Chosen, Facts, LossScale, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
-from elixir_moe.optim.loss_scale import LossScale
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces, update_for
 from elixir_moe.optim.state import LastStep, OptimizerState
 from elixir_moe.parallel.megatron import Routers

@@ -19,7 +19,7 @@ from torch import nn
 
 from elixir_moe.distributed.all_ranks import disagreement, raise_on_all_ranks
 from elixir_moe.errors import CheckpointError
-from elixir_moe.optim.loss_scale import LossScale
+from elixir_moe.optim.agreement import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
 from elixir_moe.parallel.state_dict import modules_with_extra_state
