@@ -1,4 +1,4 @@
-"""The third stage of `wrap`: the files, process groups and memory of a plan, on all ranks or on none.
+"""The third stage of `wrap`: the files, control groups and memory of a plan, on all ranks or on none.
 
 Owns the order in which they are made, after a look at what is free. Each kind of memory is made by its own file in
 `memory`. Nothing here has a value of a weight yet.
@@ -16,7 +16,6 @@ from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import Plan, Tier, reads_disk
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.all_ranks import ControlGroups, make_on_all_ranks, raise_on_all_ranks
-from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import TierError
 from elixir_moe.memory.blocks import Blocks
@@ -43,8 +42,6 @@ class Allocated:
     """The bytes that the plan allows."""
     files: tuple[DiskFile, ...]
     """The files of the chunks on disk."""
-    communicators: Mapping[tuple[int, ...], Communicator]
-    """By the ranks of their process group."""
     groups: ControlGroups
     shards: Sequence[ShardState]
     """One for each chunk."""
@@ -86,10 +83,6 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
     spill, values = _open_files(plan, layout, resolved.moments, device)
     files = tuple(file for file in (spill, values) if file is not None)
     undo.callback(close_all, files)
-    communicators = resolved.communicators
-    if not communicators:
-        communicators = build_communicators([chunk.key.ranks for chunk in layout.chunks], device)
-        undo.callback(close_all, communicators.values())
     with Wait("the making of process groups by all ranks"):
         groups = ControlGroups(spec.ranks, groups_needed(spec.parameters, layout.chunks))
     undo.callback(groups.close_local)
@@ -117,7 +110,6 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
     return Allocated(
         footprint=footprint,
         files=files,
-        communicators=communicators,
         groups=groups,
         shards=shards,
         blocks=blocks,

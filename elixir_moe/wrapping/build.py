@@ -19,7 +19,7 @@ from elixir_moe.parallel import megatron
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
-from elixir_moe.runtime.reduction_order import Peers, of_one_rank
+from elixir_moe.runtime.peers import Peers, of_one_rank
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.units import build_units
 from elixir_moe.state.full import refuse_plain_state_dicts
@@ -37,7 +37,7 @@ def build(request: Request, resolved: Resolved, allocated: Allocated, chunks: Se
     """
     wrapped = make_on_all_ranks("built what moves weights", lambda: _build(request, resolved, allocated, list(chunks)))
     model, optimizer = request.model, wrapped.optimizer
-    communicators = tuple(allocated.communicators.values())
+    communicators = tuple(resolved.communicators.values())
     dropping = weakref.finalize(wrapped.scheduler, drop_all, allocated.groups, communicators)  # if nobody calls `close`
     dropping.atexit = False
     model._elixir = wrapped  # type: ignore[assignment]
@@ -70,7 +70,7 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
     )
     hooks = Hooks(model, build_units(spec.parts, layout), scheduler, allocated.placeholder, checkpoints)
     request.undo.callback(hooks.remove)
-    everyone = allocated.communicators.get(spec.ranks) if streams.asynchronous and not groups.has_stages else None
+    everyone = resolved.communicators.get(spec.ranks) if streams.asynchronous and not groups.has_stages else None
     optimizer = ShardedOptimizer(
         request.optimizer,
         scheduler,

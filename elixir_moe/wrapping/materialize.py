@@ -56,7 +56,7 @@ def materialize(
     chunks, freed_bytes = [], 0
     for chunk, shard in zip(layout.chunks, allocated.shards, strict=True):
         members = {slot: spec.parameters[slot.param] for slot in chunk.slots}
-        communicator = allocated.communicators[chunk.key.ranks]
+        communicator = resolved.communicators[chunk.key.ranks]
         _move_in(chunk, members, shard, communicator, sources, most)
         for parameter in members.values():
             freed_bytes += local_of(parameter).nbytes if local_of(parameter).is_cpu else 0

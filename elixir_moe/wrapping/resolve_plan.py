@@ -52,13 +52,15 @@ class Resolved:
     async_sums: bool
     """Whether gradients are summed in host memory while backward runs."""
     communicators: Mapping[tuple[int, ...], Communicator]
-    """The ones that were made before the search, since their memory is not free for the plan; else empty."""
+    """By the ranks of their process group. A search comes after them, since their memory is not free for the plan."""
     prediction: "Prediction | None"
     """The predicted cost of a step; None for a plan without a search."""
 
 
 def resolve_plan(request: Request) -> Resolved:
-    """Describes the model, searches for a plan if one is to be searched, and resolves its numbers. Collective.
+    """Describes the model, searches for a plan if one is to be searched, resolves its numbers, connects the ranks.
+
+    Collective.
 
     Raises:
         ElixirError: as `wrap` says; on all ranks.
@@ -70,7 +72,9 @@ def resolve_plan(request: Request) -> Resolved:
     communicators: Mapping[tuple[int, ...], Communicator] = {}
     events: Sequence[StepEvent]
     if isinstance(plan, AutoPlan):
-        communicators = _communicators(request)
+        from elixir_moe.planner.auto import groups_of
+
+        communicators = _communicators(request, groups_of(model))
         prediction = _search(request, plan, moments=moments, over_gloo=over_gloo)
         plan, events = prediction.forecast.plan, prediction.forecast.events
         _LOG.debug("the search chose a plan: %s", plan.explanation)
@@ -86,6 +90,7 @@ def resolve_plan(request: Request) -> Resolved:
     _LOG.debug("the plan: %s", plan.to_json())
     _LOG.debug("tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in tiers.items()))
     warn_of_one_memory(plan, layout, device)
+    communicators = communicators or _communicators(request, {chunk.key.ranks for chunk in layout.chunks})
     return Resolved(
         plan=plan,
         spec=spec,
@@ -108,11 +113,9 @@ def _events(request: Request, parts: Parts) -> Sequence[StepEvent]:
     return events_of(request.model, parts, request.step, request.sample, request.compute_dtype)
 
 
-def _communicators(request: Request) -> Mapping[tuple[int, ...], Communicator]:
-    """The communicators of the model's patterns. Collective."""
-    from elixir_moe.planner.auto import groups_of
-
-    communicators = build_communicators(groups_of(request.model), request.device)
+def _communicators(request: Request, groups: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Communicator]:
+    """The communicators of process groups, given their ranks. Collective."""
+    communicators = build_communicators(groups, request.device)
     request.undo.callback(close_all, communicators.values())
     return communicators
 
