@@ -7,7 +7,6 @@ A released parameter is one NaN (0 for integers) expanded to its shape: shape, d
 is held, and a mistaken read shows.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,8 +66,6 @@ class Chunk:
     _shapes: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     """(shape, stride, start in the chunk) of each parameter."""
     _placeholders: list[torch.Tensor]
-    _weak: "list[weakref.ref[torch.nn.Parameter]]"
-    """Torch swaps no tensors that have weak references: a swap would be lost without a word."""
 
     @classmethod
     def of(
@@ -101,7 +98,6 @@ class Chunk:
             spec.pieces_of(communicator.rank),
             shapes,
             [placeholder.like(local, spec.key.dtype) for local in locals_],
-            [weakref.ref(parameter) for parameter in parameters],
         )
         chunk.hide()
         return chunk

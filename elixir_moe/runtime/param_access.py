@@ -137,6 +137,8 @@ class ParamAccess:
             self._switches[parameter] = Switch(parameter, kind, kinds[kind])
             setattr(parameter, _ATTRIBUTE, weakref.ref(self))  # a graph that holds a parameter must not hold the model
             parameter.__class__ = kinds[kind]
+        self._no_swaps = [weakref.ref(parameter) for parameter in self._switches]
+        """Torch swaps no tensors that have weak references: a swap would be lost without a word."""
 
     def switches(self, parameters: Iterable[nn.Parameter]) -> tuple[Switch, ...]:
         """The argument of `open` and `close` for these parameters."""
