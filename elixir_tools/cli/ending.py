@@ -43,6 +43,13 @@ def tell(error: Exception, exit_code: int, traced: bool) -> None:
     print(f"elixir-moe: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr)
 
 
+def tell_end(text: str, exit_code: int, *, shown: bool) -> int:
+    """Says, once, why a run ended early: by the launcher, or where it is `shown`; returns the exit code."""
+    if not (exit_code and launch.leave_error(text, exit_code)) and shown:
+        print(f"elixir-moe: {text}", file=sys.stderr)
+    return exit_code
+
+
 def number_of_ranks(nproc: int | None) -> int:
     """Number of ranks of this run, whether they are started yet or not."""
     if not launch.under_torchrun():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError
-from elixir_tools.cli.ending import leave, number_of_ranks, rank_here
+from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell_end
 from elixir_tools.names import TRAINERS
 from elixir_tools.report.directory import CONTROL
 from elixir_tools.train import launch
@@ -58,9 +58,9 @@ def run(known: argparse.Namespace) -> int:
             try:
                 trainer = finetune(given, callbacks)
             except DivergedError as error:
-                return _ended(str(error), DIVERGED, shown)
+                return tell_end(str(error), DIVERGED, shown=shown)
             except OutOfMemory as error:
-                return _ended(_with_command(error, known.arguments), 1, True)
+                return tell_end(_with_command(error, known.arguments), 1, shown=True)
     trainer.model._elixir.optimizer.close()
     dist.destroy_process_group()
     stopped = stopped_by(callbacks)
@@ -71,7 +71,7 @@ def run(known: argparse.Namespace) -> int:
             resumes = "it cannot be resumed, since --save_only_model keeps no state of the optimizer"
         by = named(stopped) if stopped else CONTROL
         text = f"stopped after step {step} by {by}; saved in {folder}/checkpoint-{step}; {resumes}"
-        return _ended(text, exit_code_of(stopped) if stopped else 0, shown)
+        return tell_end(text, exit_code_of(stopped) if stopped else 0, shown=shown)
     if shown and known.json:
         print(json.dumps({"output_dir": folder, "log": trainer.state.log_history}))
     elif shown:
@@ -81,13 +81,6 @@ def run(known: argparse.Namespace) -> int:
             f"  {launch.program()} report {shlex.quote(folder)}  # losses, speed and memory; --html FILE draws them"
         )
     return 0
-
-
-def _ended(text: str, code: int, shown: bool) -> int:
-    """Says, once, why the run ended early; returns the exit code."""
-    if not (code and launch.leave_error(text, code)) and shown:
-        print(f"elixir-moe: {text}", file=sys.stderr)
-    return code
 
 
 def _with_command(error: "OutOfMemory", words: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ Owns its overrides and its exit codes. Decides nothing: `train/` trains.
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError
-from elixir_tools.cli.ending import leave, number_of_ranks, rank_here
+from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell_end
 from elixir_tools.train import launch
 from elixir_tools.watch import control
 
@@ -33,10 +32,7 @@ def run(known: argparse.Namespace) -> int:
 
 def _requeue(number: int) -> NoReturn:
     """Ends this process on a signal before there is anything to save."""
-    text, code = launch.ended_early(number), control.exit_code_of(number)
-    if not launch.leave_error(text, code):
-        print(f"elixir-moe: {text}", file=sys.stderr)
-    leave(code)
+    leave(tell_end(launch.ended_early(number), control.exit_code_of(number), shown=True))
 
 
 def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
@@ -67,9 +63,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     except Stopped as stop:
         resumes = stop.exit_code != DIVERGED
         text = f"{stop}; to resume it:\n  {_command(known.arguments, config)}" if resumes else str(stop)
-        if not (stop.exit_code and launch.leave_error(text, stop.exit_code)) and rank_here() == 0:
-            print(f"elixir-moe: {text}", file=sys.stderr)
-        return stop.exit_code
+        return tell_end(text, stop.exit_code, shown=rank_here() == 0)
     if summary is not None:
         console.print(_next(known.arguments, config), markup=False)
         if known.json:

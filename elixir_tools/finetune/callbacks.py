@@ -25,7 +25,7 @@ from elixir_moe.ext.checkpoints import is_marked
 from elixir_moe.ext.models import require_wrapped
 from elixir_moe.ext.ranks import gathered, raise_on_all_ranks
 from elixir_moe.ext.trainer import SET_ASIDE_FOLDER, GoBack, StepCallback, why_incomplete
-from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim
+from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim, unused
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes
 from elixir_tools.report.timeline import recorded
 from elixir_tools.watch import control as controls
@@ -181,10 +181,7 @@ class Supervise(_Told):
         for folder in map(Path, folders if dist.get_rank() == 0 else ()):
             if folder.is_dir():
                 (folder.parent / SET_ASIDE_FOLDER).mkdir(exist_ok=True)
-                target, number = folder.parent / SET_ASIDE_FOLDER / folder.name, 1
-                while target.exists():
-                    number += 1
-                    target = target.with_name(f"{folder.name}-{number}")
+                target = unused(folder.parent / SET_ASIDE_FOLDER / folder.name)
                 shutil.move(folder, target)
                 self._event("moved apart", f"{folder.name} is now {target}")
 
@@ -228,12 +225,7 @@ class Requests(_Told):
         self._follow(control)
 
     def _follow(self, control: Any, *, first: bool = False) -> None:
-        asked: Control | ConfigError | None = None
-        if dist.get_rank() == 0 and self._file is not None:
-            try:
-                asked = self._file.changed()
-            except ConfigError as error:
-                asked = error
+        asked = self._file.asked() if dist.get_rank() == 0 and self._file is not None else None
         received = 0 if self._signals is None or first else self._signals.received
         found = gathered((asked, received), require_wrapped(self.trainer.model, "Requests").groups.control)
         asked, signal = found[0][0], max(received for _, received in found)

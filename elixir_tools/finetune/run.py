@@ -377,8 +377,7 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"peft refuses these adapters: {error}") from error
     refuse_routers(adapted)
-    for line in adapted_modules(adapted):
-        _LOG.debug("adapters on %s", line)
+    _LOG.debug("adapters on %s", ", ".join(f"{n} {kind}" for kind, n in adapted_modules(adapted).items()))
     run_adapters_unmerged(adapted)
     return adapted
 

@@ -17,9 +17,8 @@ from elixir_tools.finetune.defaults import SFT
 from elixir_tools.fit import gpus, strategies
 from elixir_tools.fit.figures import Figures, memory_lines, speed_lines
 from elixir_tools.fit.largest import Sizes, largest
-from elixir_tools.fit.search import Search, searched
+from elixir_tools.fit.search import Search, searched, tile_bytes
 from elixir_tools.fit.tasks import DTYPES, named, quantized_as, reserve_of, task_of
-from elixir_tools.fit.tile_size import tile_bytes
 from elixir_tools.models.lora import Lora
 from elixir_tools.models.presets import Planned
 from elixir_tools.names import LARGEST, UNQUANTIZED

@@ -3,7 +3,6 @@
 Owns the words that name adapters and their way to peft, which builds them. Adds no adapter of its own.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -93,23 +92,10 @@ def refuse_routers(model: nn.Module) -> None:
             )
 
 
-def adapted_modules(model: nn.Module) -> Iterator[str]:
-    """Yields a line for each stack of layers with adapters: its modules by the ends of their names, and how many."""
-    stacks: dict[str, Counter[str]] = {}
-    routers: set[str] = set()
-    for name, _ in _with_factors(model):
-        stack, number, inner = re.match(r"(?:(.*?)\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
-        kind = ".".join([part for part in inner.split(".") if not part.isdigit()][-2:])
-        stacks.setdefault(stack if number else "", Counter())[kind] += 1
-        if _is_router(name):
-            routers.add(kind)
-    for stack, kinds in stacks.items():
-        yield (f"{stack}: " if stack else "") + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    if routers:
-        yield (
-            f"routers are among them ({', '.join(sorted(routers))}), so that training changes which experts tokens "
-            f"reach; targets without them: {_without_routers(model)}"
-        )
+def adapted_modules(model: nn.Module) -> Counter[str]:
+    """The modules that have adapters, by the ends of their names, and how many there are of each."""
+    paths = ([part for part in name.split(".") if not part.isdigit()] for name, _ in _with_factors(model))
+    return Counter(".".join(path[-2:]) for path in paths)
 
 
 def _with_factors(model: nn.Module) -> Iterator[tuple[str, Any]]:

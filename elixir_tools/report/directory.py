@@ -23,6 +23,7 @@ only rank 0 claims a directory.
 Files are removed only where ``.lock`` has the mark, and folders only if they are checkpoints of this library.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,12 @@ def is_run(directory: Path) -> bool:
     except (ConfigError, UnicodeDecodeError):
         return False
     return not found or (isinstance(found.get("run"), dict) and "out" in found["run"])
+
+
+def unused(path: Path) -> Path:
+    """The path, or the first one with a number behind its name, at which nothing is."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
 
 def leftovers(directory: Path) -> Iterator[Path]:

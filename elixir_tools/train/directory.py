@@ -4,7 +4,6 @@ Owns the checks, what a run that begins removes of the one before, and where che
 `report.directory` has the files and the lock.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from elixir_moe.ext.checkpoints import (
     remove_abandoned,
 )
 from elixir_tools import settings
-from elixir_tools.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, Claim, is_run
+from elixir_tools.report.directory import APART, CONTROL, FILES, LOCK, OF_THE_END, Claim, is_run, unused
 from elixir_tools.train.config import TrainConfig, identity
 from elixir_tools.train.data import Text
 
@@ -145,9 +144,7 @@ def move_apart(directory: Path, step: int) -> Iterator[str]:
 
 def path_apart(directory: Path, step: int) -> Path:
     """An unused path for the state after `step` outside the regular checkpoints."""
-    path = directory / APART / f"step-{step:08d}"
-    again = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(free for free in itertools.chain([path], again) if not free.exists())
+    return unused(directory / APART / f"step-{step:08d}")
 
 
 def _complete(room: Path) -> list[Path]:

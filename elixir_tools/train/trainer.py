@@ -423,12 +423,7 @@ class Trainer:
 
     def _agree(self, loss: float, seconds: float) -> Agreed:
         """One small all-gather of each rank's loss, time, signal and requests."""
-        asked: Control | ConfigError | None = None
-        if self.report is not None:
-            try:
-                asked = self._control.changed()
-            except ConfigError as error:
-                asked = error
+        asked = None if self.report is None else self._control.asked()
         saved = self._saving is None or self._saving.done()
         mine = torch.tensor(
             [loss, seconds, self._signals.received, saved, asked is not None], dtype=torch.float64, device="cpu"

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+from elixir_moe.errors import ConfigError
 from elixir_moe.ext.records import ABOVE_0
 from elixir_tools import settings
 
@@ -67,6 +68,13 @@ class ControlFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
+
+    def asked(self) -> Control | ConfigError | None:
+        """What has changed since the last call, to be sent to all ranks; an error where the file is wrong."""
+        try:
+            return self.changed()
+        except ConfigError as error:
+            return error
 
     def changed(self) -> Control | None:
         """The contents if the file has changed since the last call, else None. Raises ConfigError, once per change."""
