@@ -303,7 +303,7 @@ def identity(config: TrainConfig, data: "Text") -> dict[str, object]:
 def load(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
     """The settings in a YAML file, overridden by (dotted key, text) pairs. Raises ConfigError."""
     values = settings.read_yaml(path) if path is not None else {}
-    run = values.get("run") or {}
+    run = values.get("run", {})
     if isinstance(run, dict) and "out" not in run and "run.out" not in dict(overrides):
         settings.build(TrainConfig, {**values, "run": {**run, "out": "x"}}, overrides)  # other mistakes come first
         raise ConfigError("run.out is missing: name the directory for everything that the run writes, as --run.out DIR")
