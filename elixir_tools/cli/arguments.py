@@ -5,7 +5,8 @@ Owns the words of the command line. Runs nothing, and imports nothing that needs
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -51,86 +52,65 @@ def parser_of(settings_help: str | None) -> Parser:
     parser = Parser(prog="elixir-moe", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elixir-moe {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    train_parser = verbs.add_parser(
+    add = partial(verbs.add_parser, allow_abbrev=False)
+    train = add(
         "train",
         help="train a GPT or PR-MoE from random weights",
         description="Trains a GPT of dense and mixture-of-experts layers on a text file. To fine-tune a "
         "Hugging Face model, use sft, dpo, kto, reward or grpo.",
         epilog=settings_help,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    train_parser.add_argument("--config", metavar="FILE", help="settings, as YAML")
-    train_parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    train_parser.add_argument(
+    train.add_argument("--config", metavar="FILE", help="settings, as YAML")
+    train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.add_argument(
         "--details", action="store_true", help="also show the plan: chunk groups, rCache, tiers, seconds, bytes held"
     )
-    finetune_parsers = [
-        verbs.add_parser(kind, help=f"fine-tune with TRL's {name}Trainer", allow_abbrev=False, add_help=False)
-        for kind, name in TRAINERS.items()
-    ]
-    for finetune_parser in finetune_parsers:
-        finetune_parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine; one for each GPU")
-    env_parser = verbs.add_parser("env", help="show versions and devices", allow_abbrev=False)
-    plan_parser = verbs.add_parser("plan", help="find the best plan for a model on a machine", allow_abbrev=False)
-    add_plan(plan_parser)
-    check_parser = verbs.add_parser(
+    for kind, name in TRAINERS.items():
+        finetune = add(kind, help=f"fine-tune with TRL's {name}Trainer", add_help=False)
+        finetune.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine; one for each GPU")
+    add("env", help="show versions and devices")
+    add_plan(add("plan", help="find the best plan for a model on a machine"))
+    check = add(
         "check",
         help="check this machine in five minutes: exactness, speeds, and what it can train",
         description="Trains a small mixture of experts under three plans on all GPUs, or on the CPU, and compares "
         "it with plain PyTorch; measures the link, Adam and the disk. Exit code 1: something differs.",
-        allow_abbrev=False,
     )
-    check_parser.add_argument(
+    check.add_argument(
         "--disk", type=Path, metavar="FOLDER", help="where the disk is tried; by default the folder for temporary files"
     )
-    estimate_parser = verbs.add_parser("estimate", help="memory of a model in plain PyTorch", allow_abbrev=False)
-    add_estimate(estimate_parser)
-    verify_parser = verbs.add_parser(
-        "verify", help="compare a model under a plan with plain PyTorch", allow_abbrev=False
-    )
-    add_verify(verify_parser)
-    report_parser = verbs.add_parser("report", help="show what runs were, or are", allow_abbrev=False)
-    report_parser.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
-    report_parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
-    report_parser.add_argument(
+    add_estimate(add("estimate", help="memory of a model in plain PyTorch"))
+    add_verify(add("verify", help="compare a model under a plan with plain PyTorch"))
+    report = add("report", help="show what runs were, or are")
+    report.add_argument("directory", type=Path, nargs="+", help="of a run; several are shown side by side")
+    report.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses of a single run, as PNG")
+    report.add_argument(
         "--activations", action="store_true", help="also how outputs of layers are distributed (run.activations)"
     )
-    report_parser.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
-    bench_parser = verbs.add_parser(
-        "bench", help="step times next to the peers', in a checkout of the project", allow_abbrev=False, add_help=False
-    )
-    export_parser = verbs.add_parser(
+    report.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
+    add("bench", help="step times next to the peers', in a checkout of the project", add_help=False)
+    export = add(
         "export",
         help="write the adapters of a fine-tuning, or merge them into their base",
         description="Writes the adapters of a fine-tuning, or its base with the adapters merged, reads them back and "
         "compares logits with those of base and adapters.",
-        allow_abbrev=False,
     )
-    export_parser.add_argument(
+    export.add_argument(
         "directory", type=Path, metavar="FOLDER", help="an --output_dir of sft and its like, or one of its checkpoints"
     )
-    export_parser.add_argument("--out", type=Path, help="a new folder; by default FOLDER/export/WHAT")
-    export_parser.add_argument(
+    export.add_argument("--out", type=Path, help="a new folder; by default FOLDER/export/WHAT")
+    export.add_argument(
         "--what",
         choices=("adapter", "merged"),
         default="adapter",
         help="adapter: as peft stores it, the default; merged: the base with the adapters in its weights",
     )
-    clean_parser = verbs.add_parser("clean", help="remove what dead runs have left", allow_abbrev=False)
-    clean_parser.add_argument("directory", type=Path, help="this one and all below it")
-    others = (
-        env_parser,
-        plan_parser,
-        check_parser,
-        estimate_parser,
-        verify_parser,
-        report_parser,
-        bench_parser,
-        export_parser,
-        clean_parser,
-    )
-    for verb in (train_parser, *finetune_parsers, *others, *_add_ckpt(verbs)):
+    clean = add("clean", help="remove what dead runs have left")
+    clean.add_argument("directory", type=Path, help="this one and all below it")
+    parsers = [*verbs.choices.values()]
+    parsers += _ckpt_actions(add("ckpt", help="list, verify, export or reshard checkpoints"))
+    for verb in parsers:
         verb.set_defaults(parser=verb)
         add_common(verb)
     return parser
@@ -310,15 +290,15 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--no-shrink", action="store_true", help="take the model in its full size")
 
 
-def _add_ckpt(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.ArgumentParser]:
-    """Adds `ckpt`; returns the parsers that need the options common to all verbs."""
-    parser = verbs.add_parser("ckpt", help="list, verify, export or reshard checkpoints", allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=type(parser))
-    ls = actions.add_parser("ls", help="the checkpoints in a directory, the latest last", allow_abbrev=False)
+def _ckpt_actions(parser: argparse.ArgumentParser) -> Collection[argparse.ArgumentParser]:
+    """Adds the actions of `ckpt`; returns their parsers."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    add = partial(actions.add_parser, allow_abbrev=False)
+    ls = add("ls", help="the checkpoints in a directory, the latest last")
     ls.add_argument("directory", type=Path, help="a run's, or one that holds checkpoints")
-    check = actions.add_parser("verify", help="hash every file of a checkpoint", allow_abbrev=False)
-    export = actions.add_parser("export", help="write full weights for other programs", allow_abbrev=False)
-    again = actions.add_parser("reshard", help="write a checkpoint again, as other files", allow_abbrev=False)
+    check = add("verify", help="hash every file of a checkpoint")
+    export = add("export", help="write full weights for other programs")
+    again = add("reshard", help="write a checkpoint again, as other files")
     for verb in (check, export, again):
         verb.add_argument("checkpoint", type=Path, help="or a directory as `ls` takes it: the latest in it")
     export.add_argument("out", type=Path, help="a new folder (hf) or file (torch)")
@@ -331,4 +311,4 @@ def _add_ckpt(verbs: "argparse._SubParsersAction[Any]") -> Sequence[argparse.Arg
     export.add_argument("--shard-gb", type=float, default=5.0, help="largest file of a folder, in GB (default 5)")
     again.add_argument("out", type=Path, help="the new checkpoint")
     again.add_argument("--files", type=int, default=1, metavar="N", help="number of files (default 1)")
-    return ls, check, export, again
+    return actions.choices.values()
