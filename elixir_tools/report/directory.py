@@ -34,19 +34,8 @@ from elixir_tools import settings
 
 OF_THE_END = ("loss.png", "sample.txt", "weights.safetensors", "summary.json")
 """Files that a run writes when it ends."""
-FILES: tuple[str, ...] = (
-    *(
-        "config.yaml",
-        "plan.json",
-        "metrics.jsonl",
-        "events.jsonl",
-        "status.json",
-        "layout.json",
-        "timeline.json",
-        "about.json",
-    ),
-    *OF_THE_END,
-)
+_OF_THE_RUN = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "status.json", "layout.json")
+FILES = (*_OF_THE_RUN, "timeline.json", "about.json", *OF_THE_END)
 APART, CONTROL = "apart", "control.yaml"
 LOCK = ".lock"
 """The file that is locked and marked: over NFS other hosts see locks of files, and none of directories."""
