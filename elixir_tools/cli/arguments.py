@@ -108,7 +108,7 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     clean = add("clean", help="remove what dead runs have left")
     clean.add_argument("directory", type=Path, help="this one and all below it")
-    parsers = [*verbs.choices.values()]
+    parsers: list[argparse.ArgumentParser] = [*verbs.choices.values()]
     parsers += _ckpt_actions(add("ckpt", help="list, verify, export or reshard checkpoints"))
     for verb in parsers:
         verb.set_defaults(parser=verb)

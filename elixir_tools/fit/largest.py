@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from elixir_moe.ext.planner import ModuleInfo, StepEvent, Task
-from elixir_moe.ext.plans import ParamSpec
+from elixir_moe.ext.planner import Task
 from elixir_tools.fit import strategies
-
-_Step = tuple[tuple[ParamSpec, ...], tuple[ModuleInfo, ...], tuple[StepEvent, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +30,6 @@ class Sizes:
     def __init__(self, task_at: Callable[[int], Task]) -> None:
         self._task_at = task_at
         self.tasks: dict[int, Task] = {}
-        self._needs: dict[tuple[str, _Step, tuple[int, ...]], tuple[int, int, int]] = {}
 
     def at(self, size: int) -> Task:
         """The problem of that size."""
@@ -42,18 +38,9 @@ class Sizes:
         return self.tasks[size]
 
     def spare_bytes(self, strategy: str, size: int) -> int:
-        """Bytes left in the tightest tier; negative if it does not fit.
-
-        What a strategy needs depends on parameters and their order of use only, and not on a batch. Those that were
-        found hold for memory in which they fit, or do not, as in that in which they were found.
-        """
+        """Bytes left in the tightest tier; negative if it does not fit."""
         task = self.at(size)
-        key = strategy, (task.profile.params, task.profile.parts, task.profile.events), task.profile.kept
-        device, host, allowed = self._needs.get(key, (0, 0, -1))
-        if allowed < 0 or (device <= allowed) != (device <= task.allowed_bytes):
-            device, host = strategies.needs(task, strategy)
-            self._needs[key] = device, host, task.allowed_bytes
-        return -max(task.missing_bytes(device, host).values())
+        return -max(task.missing_bytes(*strategies.needs(task, strategy)).values())
 
 
 def largest_each(sizes: Sizes, start: int, most: int, *, disk: bool) -> Iterator[Found]:
