@@ -25,6 +25,7 @@ from elixir_tools.models.gpt import lm_loss
 from elixir_tools.models.presets import of_config
 from tests.planner.test_exhaustive import drawn
 from tests.support.cases import with_further
+from tests.support.every import every
 
 MOST = 32
 DISK = {"disk_read": 2.0, "disk_write": 1.0}
@@ -83,9 +84,9 @@ def test_the_deepest_model_fits_and_one_layer_more_does_not() -> None:
 @pytest.mark.slow
 def test_the_deepest_model_is_the_one_that_trying_all_depths_finds() -> None:
     sizes = Sizes(small)
-    every = [sizes.at(layers) for layers in range(1, MOST + 1)]
+    tasks = [sizes.at(layers) for layers in range(1, MOST + 1)]
     for row in largest_each(sizes, 4, MOST, disk=True):
-        by_hand = [fits(task, row.strategy) for task in every]
+        by_hand = [fits(task, row.strategy) for task in tasks]
         size = row.size or 0
         assert every(by_hand[:size]) and not by_hand[size], row.strategy
         # Strategies with one chunk length may waste more space at one depth than at the next.
