@@ -110,14 +110,6 @@ def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     return wrapped
 
 
-def loss_scale_of(optimizer: ShardedOptimizer) -> dict[str, Any] | None:
-    """The fields of the loss scale; None if there is none."""
-    scale = optimizer.loss_scale
-    if scale is None:
-        return None
-    return {"scale": scale.scale, "growth_interval": scale.growth_interval, "clean_steps": scale.clean_steps}
-
-
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns {first name: buffer} of the buffers that torch saves; a sparse one in parts, such as ``name[values]``."""
     return {

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from elixir_moe.state.checkpoint.held import (
     buffers_of,
     extra_states_of,
     held_pieces,
-    loss_scale_of,
     share_of,
     wrapped_of,
 )
@@ -385,6 +384,7 @@ def _facts(
     encoded, buffers = encode(extra, "extra"), buffers_of(model)
     fixed = {}
     if dist.get_rank() == 0:
+        scale = wrapped.optimizer.loss_scale
         fixed = {
             "optimizer": wrapped.kept.kind,
             "param_groups": tuple(
@@ -394,7 +394,7 @@ def _facts(
                 )
                 for group in wrapped.optimizer.param_groups
             ),
-            "loss_scale": encode(loss_scale_of(wrapped.optimizer), "the loss scale"),
+            "loss_scale": encode(None if scale is None else asdict(scale), "the loss scale"),
             "keys": wrapped.spec.keys,
             "extra": encoded,
         }
