@@ -1,7 +1,8 @@
 """The second stage of `wrap`: what the model is, and the plan with all its numbers.
 
-Owns the order of these decisions and the record of them, the same on all ranks that hold the model. Reads shapes and
-the step, moves no weight. The search is imported where it is needed: a plan that is given without a step needs none.
+Owns the order of these decisions and the record of them, the same on all ranks that hold the model, and the
+communicators: a search needs them first. Reads shapes and the step, moves no weight. The search is imported where it is
+needed: a plan that is given without a step needs none.
 """
 
 import logging
