@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import elixir_moe as em
+from elixir_tools.models.gpt import lm_loss
 from tests.accelerator.device import NAME, delayed
 from tests.gpu.test_quantized import CASES as QUANTIZED
 from tests.gpu.test_quantized import adapts_as_plain_torch
@@ -31,6 +33,7 @@ QUICK = [
     ("dense", "zero3", BF16, "compute"),
     ("mixture", "offload, some on disk", FP32, "random"),
     ("mixture", "offload, values on disk", BF16, "compute"),
+    ("mixture", "zero3, inputs on the host", FP32, "compute"),
     ("adapted", "offload, all on disk", BF16, "others"),
 ]
 
@@ -44,6 +47,36 @@ def late_in(late: str, seed: int, body: Callable[..., None], *arguments: Any, **
     """(rank) Runs `body` on the accelerator while streams are late."""
     with delayed(*LATE[late], seed):
         body(*arguments, **options)
+    torch.accelerator.empty_cache()
+
+
+def trains_on_two_streams(plan: str) -> None:
+    """(rank) The second micro-batch of a step runs on a stream of its own, and nobody waits for it."""
+    streams = torch.accelerator.current_stream(), torch.Stream(device=NAME)
+    config = gpu_cases.config_of("dense", FP32)
+    model, optimizer = gpu_cases.wrap(config, PLANS[plan](), FP32, NAME)
+    result: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(gpu_cases.STEPS):
+        losses = []
+        for micro, stream in enumerate(streams):
+            with stream:
+                losses.append(lm_loss(model, gpu_cases.tokens(step, micro, NAME)) / len(streams))
+                losses[-1].backward()
+        result["norms"].append(optimizer.clip_grad_norm_(gpu_cases.CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        for loss, stream in zip(losses, streams, strict=True):
+            with stream:
+                result["losses"].append(loss.item())
+    result["state"] = em.full_state_dict(model, all_ranks=True)
+    gpu_cases.close(optimizer)
+    gpu_cases.compare(result, gpu_cases.plain(config, FP32, len(streams), "cpu"), FP32, f"{plan}, two streams")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("plan", "late"), with_further(every([("zero3",), ("offload",)]), [("offload", "random")]))
+def test_a_model_computes_on_two_streams(threads: Any, plan: str, late: str, seed: int) -> None:
+    threads(1).run(late_in, late, seed, trains_on_two_streams, plan)
 
 
 @pytest.mark.parametrize(("model", "plan", "dtype", "late"), QUICK)

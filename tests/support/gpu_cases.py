@@ -48,6 +48,7 @@ PLANS: dict[str, Callable[[], em.Plan | em.AutoPlan]] = {
     "offload": lambda: em.Plan.offload(chunk_numel=CHUNK),
     "offload, some on the device": lambda: em.Plan.offload(device_chunks=3, chunk_numel=CHUNK),
     DISK: lambda: em.Plan.offload(device_chunks=2, disk_chunks=2, chunk_numel=CHUNK),
+    "zero3, inputs on the host": lambda: replace(em.Plan.zero3(chunk_numel=CHUNK), host_checkpoints="all"),
     "offload, all on disk": lambda: em.Plan.offload(disk_chunks=99, chunk_numel=CHUNK),
     "offload, values on disk": lambda: em.Plan.offload(disk_chunks=99, values_on_disk=True, chunk_numel=CHUNK),
     "auto": lambda: em.Plan.auto(lm_loss, torch.zeros(ROWS, DENSE.seq_len + 1, dtype=torch.int64), budget="4 GiB"),
