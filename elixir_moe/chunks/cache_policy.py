@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from elixir_moe.errors import PlanError
 
-_WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3
 """Steps after which the kept chunks in the cache no longer change."""
 LOOKAHEAD = 3
 """Number of chunks gathered ahead of use: one arriving, one on its way, one waiting for an update or a late rank."""
@@ -530,7 +530,7 @@ def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[in
                     loads.append(chunk)
         return loads
 
-    for _ in range(_WARM_UP_STEPS if schedule.kept else 0):
+    for _ in range(WARM_UP_STEPS if schedule.kept else 0):
         play()
         for chunk in [chunk for chunk in where if chunk not in schedule.kept]:
             empty.append(where.pop(chunk))

@@ -42,9 +42,14 @@ class StepOrder:
 
     def schedule(self, layout: Layout) -> Schedule:
         """The requests of forward and backward to the rCache, as the runtime will record them."""
+        return self.timed(layout)[0]
+
+    def timed(self, layout: Layout) -> tuple[Schedule, list[int]]:
+        """The schedule, and for each of its entries the position of the event that asks for it."""
         requests = _Requests(layout)
         _Replay(self._modules, layout, requests).play(self._events)
-        return Schedule(requests.entries, kept={chunk.index for chunk in layout.chunks if not chunk.key.trainable})
+        kept = {chunk.index for chunk in layout.chunks if not chunk.key.trainable}
+        return Schedule(requests.entries, kept=kept), requests.made_at
 
     def counted(self, layout: Layout) -> Layout:
         """A copy of `layout` with `open_gradients` counted."""
@@ -64,6 +69,10 @@ class _Requests:
 
     def __init__(self, layout: Layout) -> None:
         self.entries: list[CacheRequest] = []
+        self.made_at: list[int] = []
+        """For each entry: the `position` at which it was made."""
+        self.position = 0
+        """The event that is being played, counted from 0."""
         self.held: Counter[Unit] = Counter()
         self._cached = {chunk.index for chunk in layout.cached}
         self._cached_of: dict[Unit, tuple[int, ...]] = {}
@@ -77,6 +86,7 @@ class _Requests:
         if request is None:
             request = self._made[verb, chunks] = CacheRequest(verb, chunks)
         self.entries.append(request)
+        self.made_at.append(self.position)
 
     def _moving(self, unit: Unit) -> tuple[int, ...]:
         chunks = self._cached_of.get(unit)
@@ -139,6 +149,7 @@ class _Requests:
 
     def forget_round(self) -> None:
         self.entries.clear()
+        self.made_at.clear()
 
 
 class _Replay:
@@ -167,7 +178,7 @@ class _Replay:
             EXPECT: self._expect,
             ACCUMULATE: self._accumulate,
         }
-        for event in events:
+        for self._requests.position, event in enumerate(events):
             if not event.is_forward and self._machine.backward is None:
                 self._machine.begin()
             tell[event.kind](event)

@@ -15,6 +15,7 @@ Transfers to and from the host overlap with compute and cost time only if they t
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from elixir_moe.chunks.ledger import GRADIENT, arrays_on_disk, paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout
@@ -50,12 +51,19 @@ class Seconds:
     """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
     units: float = 0.0
     """Host time of units, in addition to `compute`."""
+    stall: float = 0.0
+    """Time for which compute and fetches wait for each other, beyond the longest of compute, fetch and offload."""
 
     @property
     def step(self) -> float:
         """The whole step."""
         updates = self.device_update + self.host_update + self.disk_update
-        return max(self.compute + self.units, self.fetch, self.offload) + self.exposed + updates
+        return self.overlapped + self.stall + self.exposed + updates
+
+    @property
+    def overlapped(self) -> float:
+        """Forwards and backwards if compute and transfers overlapped perfectly."""
+        return max(self.compute + self.units, self.fetch, self.offload)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +186,32 @@ def traffic(
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
         units=units,
     )
+
+
+def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> list[float]:
+    """Returns the seconds in which each chunk comes to the device; 0 for those that are there."""
+    bandwidth = hardware.links(gpus).b_c2g * _GIGA
+
+    def crossing(chunk: ChunkSpec) -> float:
+        tier = plan.tier_of(layout, chunk)
+        if tier is Tier.DEVICE:
+            return 0.0
+        nbytes = chunk.nbytes if plan.shares(chunk, tier) else values_bytes(chunk)
+        read = reads_disk(chunk, tier, values_on_disk=plan.values_on_disk)
+        return max(nbytes * gpus / bandwidth, hardware.disk_seconds(nbytes, 0, gpus) if read else 0.0)
+
+    return [crossing(chunk) for chunk in layout.chunks]
+
+
+def compute_seconds(profile: Profile, positions: Iterable[int], hardware: Hardware, whole: float) -> list[float]:
+    """Returns the seconds before each of these positions in `Profile.events`, and after the last; `whole` together."""
+    spent = [
+        flops / (hardware.peak_tflops * 1e12) + nbytes / (hardware.memory_bandwidth * _GIGA)
+        for flops, nbytes in profile.work
+    ]
+    until = list(accumulate(spent))
+    scale = whole / until[-1] if until[-1] else 0.0
+    return [scale * (end - begin) for begin, end in pairwise([0.0, *(until[at] for at in positions), until[-1]])]
 
 
 def seconds(

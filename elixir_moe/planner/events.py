@@ -96,6 +96,18 @@ def steps_of(events: Iterable[TraceEvent]) -> Iterator[StepEvent]:
     return (event for event in events if isinstance(event, StepEvent))
 
 
+def work_of(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:
+    """Returns (flops, traffic) between each step event and the one before, and after the last."""
+    found = [(0, 0)]
+    for event in events:
+        if isinstance(event, StepEvent):
+            found.append((0, 0))
+        elif event.flops or event.traffic:
+            flops, traffic = found[-1]
+            found[-1] = flops + event.flops, traffic + event.traffic
+    return found
+
+
 def peak_of(events: Iterable[TraceEvent]) -> int:
     """Returns the most bytes allocated at once."""
     return max(accumulate((event.nbytes for event in costs_of(events) if event.kind is Cost.MEMORY), initial=0))

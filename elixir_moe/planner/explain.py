@@ -27,6 +27,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
         f"{len(task.profile.kept)} checkpointed regions"
     ] * bool(task.kept_regions)
+    stall = f", stall {seconds_text(seconds.stall)}" if seconds.stall else ""
     lines = [
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(candidate.loads)} gathers a step, {len(layout.cached)} if all were kept",
@@ -41,7 +42,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
         f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "
-        f"{seconds_text(seconds.offload)}, exposed collectives {seconds_text(seconds.exposed)}, updates "
+        f"{seconds_text(seconds.offload)}{stall}, exposed collectives {seconds_text(seconds.exposed)}, updates "
         f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host, "
         f"{seconds_text(seconds.disk_update)} on disk",
     ]

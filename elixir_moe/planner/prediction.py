@@ -115,10 +115,10 @@ class Prediction:
 def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
     """Returns the constants with which the prediction would equal the measurement, as far as compute explains it.
 
-    The predicted times of transfers, collectives, units and updates are kept, since these were measured separately. The
-    rest of the measured step is compute; together with the units, it is at least as long as the transfers it hides.
+    The predicted times of transfers, collectives, units and updates are kept, since these were measured separately, and
+    so is the stall. The rest of the measured step is compute; together with the units, it is at least as long as the
+    transfers it hides.
     """
-    overlapped = max(expected.compute + expected.units, expected.fetch, expected.offload)
-    left = measured - (expected.step - overlapped)
+    left = measured - (expected.step - expected.overlapped)
     compute = max(max(left, expected.fetch, expected.offload) - expected.units, expected.compute / 100)
     return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)

@@ -71,6 +71,9 @@ class Profile:
     """Bytes of the inputs that each checkpointed region keeps, in order of forward."""
     kept_peaks: tuple[int, ...] = ()
     """`activation_bytes` if the inputs of the first n regions are in host memory, for each n from 0 on."""
+    work: tuple[tuple[int, int], ...] = ()
+    """(floating-point operations, bytes of other operators) between each event and the one before, and after the last.
+    Empty if they are unknown, or if the device waits for each copy, as a CPU does."""
     exchanges: tuple[SentCollective, ...] = ()
     sent: tuple[Sent, ...] = ()
 

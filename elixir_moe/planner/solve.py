@@ -33,6 +33,7 @@ from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.timeline import elapsed_seconds
 
 _LENGTH_SPAN = 4
 """Longest chunk tried, in multiples of the largest parameter: longer ones only make the rCache coarser."""
@@ -42,6 +43,10 @@ _PARAMETERS = 4000
 """A small model tries this many lengths divided by its number of parameters: the least waste is not always best."""
 _STEADY_BACKWARD = 3
 """The backward of a step, counted from 1, from which on all backwards gather the same chunks."""
+_ROUNDING = 1e-9
+"""The part of a timeline below which a stall is only rounding."""
+_LENGTHS_APART = 1.25
+"""Ratio of two chunk lengths that are tried once stalls count."""
 _DENSE = 48
 """If there are at most this many candidate numbers of blocks, all are tried; else a grid, refined near the best."""
 
@@ -176,8 +181,55 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     for other in _searches(best.task, filled):
         best = min((candidate for candidate in (best, other.best(best)) if candidate is not None), key=_rank)
     best = min(best, with_sharing(best), key=_rank)
+    best = _least_with_stall(best, packings)
     precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
     return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
+
+
+def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidate:
+    """Returns the fastest plan once stalls count, which the search leaves out; `best` is the fastest without them.
+
+    A block may hide more than a chunk on the device saves: it lets fetches run further ahead of compute. A plan without
+    its stall is a lower bound, so plans are tried in that order.
+    """
+    best = with_stall(best)
+    if not best.seconds.stall:
+        return best
+    task, plan = best.task, best.plan
+    assert plan.chunk_numel is not None, "a search gives it"
+    own = (packings.at if plan.whole_layers else packings.filled)(plan.chunk_numel)
+    tried = dict.fromkeys((own, *map(packings.at, _apart(packings.lengths))))
+    searches = [_LengthSearch(task, packing, values_on_disk=plan.values_on_disk) for packing in tried]
+    others = [other for search in searches for other in search.fullest()]
+    for other in sorted((min(other, with_sharing(other), key=_rank) for other in others), key=_rank):
+        if _rank(other) >= _rank(best):
+            break
+        best = min(best, with_stall(other), key=_rank)
+    return best
+
+
+def _apart(lengths: Sequence[int]) -> Iterator[int]:
+    """Yields lengths that differ by a quarter or more."""
+    last = 0
+    for length in sorted(lengths):
+        if length >= _LENGTHS_APART * last:
+            last = length
+            yield length
+
+
+def with_stall(candidate: PlanCandidate) -> PlanCandidate:
+    """Returns the candidate with the stall of its step; unchanged if the compute between its requests is unknown."""
+    task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
+    profile, plan, backwards = task.profile, candidate.plan, task.accumulation
+    if not profile.work or not seconds.fetch:
+        return candidate
+    schedule, positions = profile.step_order.timed(layout)
+    played = min(backwards, _STEADY_BACKWARD)
+    each = cost.compute_seconds(profile, positions, task.hardware, (seconds.compute + seconds.units) / backwards)
+    fetches = cost.fetch_seconds(plan, layout, task.hardware, task.gpus)
+    elapsed = elapsed_seconds(schedule, each, fetches, plan.blocks(layout), played) * backwards / played
+    stall = elapsed - seconds.overlapped
+    return candidate if stall < _ROUNDING * elapsed else replace(candidate, seconds=replace(seconds, stall=stall))
 
 
 def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
@@ -238,12 +290,15 @@ def price(
 ) -> PlanCandidate:
     """Prices a plan, whether it fits or not; arguments after `plan` are computed unless given.
 
+    Given `loads`, the price is without the stall.
+
     Raises:
         PlanError: the plan cannot run: chunks too short, or rCache too small.
     """
     task = task.keeping(plan.most_host_checkpoints)
     if layout is None:
         layout = plan.layout(task.profile.params)
+    stalls = loads is None
     if loads is None:
         schedule = task.profile.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())
@@ -260,7 +315,7 @@ def price(
         units=units,
         accumulation=task.accumulation,
     )
-    return PlanCandidate(
+    candidate = PlanCandidate(
         task=task,
         plan=plan,
         layout=layout,
@@ -269,6 +324,7 @@ def price(
         seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
         loads=tuple(loads),
     )
+    return with_stall(candidate) if stalls else candidate
 
 
 def gathered(schedule: Schedule, blocks: int, backwards: int = 1) -> list[int]:
@@ -511,6 +567,15 @@ class _LengthSearch:
         if most - least < _DENSE:
             return list(range(least, most + 1))
         return sorted({least + (most - least) * i // 16 for i in range(17)})
+
+    def fullest(self) -> Iterator[PlanCandidate]:
+        """Yields plans with more and more blocks, each with as many chunks on the device as fit."""
+        least, most = self._packing.step(len(self._layout.chunks))[1], self._layout.most_blocks
+        steps = sorted({0, 1, *(n << power for power in range(most.bit_length()) for n in (2, 3))})
+        for blocks in (least + more for more in steps if least + more <= most):
+            self._at(blocks, None)
+            if (found := self._found[blocks]) is not None:
+                yield found
 
     def _near(self, blocks: int) -> Iterator[int]:
         """Yields the midpoints between the best number of blocks and its neighbors among those tried."""

@@ -34,7 +34,17 @@ from elixir_moe.parallel.rules import logical_numel
 from elixir_moe.parallel.tiles import mark, tile_of
 from elixir_moe.planner import megatron_meta
 from elixir_moe.planner.decoding import decoding_bytes
-from elixir_moe.planner.events import Cost, CostEvent, Recorder, TraceEvent, costs_of, kept_of, peak_of, steps_of
+from elixir_moe.planner.events import (
+    Cost,
+    CostEvent,
+    Recorder,
+    TraceEvent,
+    costs_of,
+    kept_of,
+    peak_of,
+    steps_of,
+    work_of,
+)
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
 from elixir_moe.planner.repeat import Cut, Names, cuts_of, with_all_periods
 from elixir_moe.quantized.packed import weights_behind
@@ -114,6 +124,7 @@ def trace(
     order, part_specs, step_events = by_first_use(parts.specs, steps, len(listed))
     regions = regions_of(part_specs)
     kept, kept_peaks = kept_of(costs)
+    on_cpu = device is not None and device.type == "cpu"
     return Profile(
         params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
         order=tuple(order),
@@ -123,11 +134,12 @@ def trace(
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in costs),
         traffic_bytes=sum(event.traffic for event in costs)
-        + decoding_bytes(model, parts.names, steps, compute_dtype, native=device is not None and device.type == "cpu"),
+        + decoding_bytes(model, parts.names, steps, compute_dtype, native=on_cpu),
         activation_bytes=peak_of(costs),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),
         kept_peaks=tuple(kept_peaks),
+        work=() if on_cpu else tuple(work_of(events)),
         exchanges=tuple(_exchanges(model, costs, compute_dtype)),
         sent=tuple(_sent(costs)),
     )

@@ -1,0 +1,80 @@
+"""The seconds of forward and backward in which fetches and compute wait for each other.
+
+Owns the timeline: one bus fetches chunks in the order of the rCache's decisions, one device computes. Pure: the rCache
+decides as in the runtime (`chunks.cache_policy`), and `cost` has the seconds of each fetch.
+
+The host is taken to run ahead of the device, as with a GPU: it asks for each fetch before the device is ready for it.
+"""
+
+from collections.abc import Sequence
+
+from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, WARM_UP_STEPS, CacheRequest, CacheState, Load, Schedule
+
+
+class Timeline:
+    """The bus and the device, from the start of training on."""
+
+    def __init__(self, fetch_seconds: Sequence[float]) -> None:
+        """`fetch_seconds`: for each chunk; 0 if it does not cross the bus."""
+        self.computed = 0.0
+        """The time at which the device has done all of its work so far."""
+        self._fetch_seconds = fetch_seconds
+        self._fetched = 0.0
+        """The time from which on the bus is free."""
+        self._arrival: dict[int, float] = {}
+        """{chunk: the time at which its weights are, or will be, in their block}."""
+        self._block_of: dict[int, int] = {}
+        self._left: dict[int, float] = {}
+        """{block: the time at which its last readers end}."""
+
+    def request(self, request: CacheRequest, loads: Sequence[Load], seconds: float = 0.0) -> None:
+        """Computes for `seconds`; then the rCache gets the request and decides on the loads.
+
+        A fetch begins when the bus is free and nothing reads the block any more. Compute waits for what it acquires.
+        """
+        self.computed += seconds
+        if request.verb is RELEASE:
+            for chunk in request.chunks:
+                self._left[self._block_of[chunk]] = self.computed
+        for load in loads:
+            self._arrival[load.chunk] = self._left.get(load.block, 0.0)
+            self._block_of[load.chunk] = load.block
+            if load.chunk >= 0 and self._fetch_seconds[load.chunk]:
+                begin = max(self._arrival[load.chunk], self._fetched)
+                self._fetched = self._arrival[load.chunk] = begin + self._fetch_seconds[load.chunk]
+        if request.verb is ACQUIRE:
+            self.computed = max(self.computed, *(self._arrival[chunk] for chunk in request.chunks))
+
+
+def elapsed_seconds(
+    schedule: Schedule,
+    compute_seconds: Sequence[float],
+    fetch_seconds: Sequence[float],
+    blocks: int,
+    backwards: int = 1,
+) -> float:
+    """Returns the seconds of all forwards and backwards of a step, without updates.
+
+    Args:
+        schedule: the requests of one forward and backward.
+        compute_seconds: before each request, and after the last.
+        fetch_seconds: for each chunk; 0 if it does not cross the bus.
+        blocks: the blocks of the rCache.
+        backwards: forwards and backwards in a step.
+    """
+    cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds)
+
+    def play() -> None:
+        for entry, seconds in zip(schedule.entries, compute_seconds, strict=False):
+            ask = cache.acquire if entry.verb is ACQUIRE else cache.release
+            timeline.request(entry, ask(entry.chunks), seconds)
+        timeline.computed += compute_seconds[-1]
+        cache.rewind()
+
+    for _ in range(WARM_UP_STEPS if schedule.kept else 0):
+        play()
+        cache.drop([chunk for chunk in cache.chunks if chunk not in schedule.kept])
+    began = timeline.computed
+    for _ in range(backwards):
+        play()
+    return timeline.computed - began

@@ -1,0 +1,217 @@
+"""The timeline of fetches and compute against a simulation tick by tick, and the plans that it leads to."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+
+from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, CacheState, Load, Schedule, gradients_of
+from elixir_moe.chunks.residence import CACHED
+from elixir_moe.planner import cost
+from elixir_moe.planner.explain import explain
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
+from elixir_moe.planner.solve import Task, price, shortage, solve
+from elixir_moe.planner.timeline import Timeline, elapsed_seconds
+from elixir_moe.planner.trace import trace
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, lm_loss
+from tests.support.cases import with_further
+
+BATCH = torch.zeros(2, 17, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests with the loads of each, and the time that the device computes before it."""
+
+    schedule: Schedule
+    blocks: int
+    loads: list[list[Load]]
+    compute: list[int]
+    fetches: list[int]
+
+    def elapsed(self) -> float:
+        timeline = Timeline(self.fetches)
+        for entry, loads, ticks in zip(self.schedule.entries, self.loads, self.compute, strict=False):
+            timeline.request(entry, loads, ticks)
+        return timeline.computed + self.compute[-1]
+
+
+def drawn(rng: random.Random) -> Step:
+    """A few units that acquire and release up to three chunks, and gradients, in any nesting."""
+    chunks = rng.randint(2, 7)
+    entries: list[CacheRequest] = []
+    held: list[tuple[int, ...]] = []
+    for _ in range(rng.randint(2, 16)):
+        if held and rng.random() < 0.5:
+            entries.append(CacheRequest(RELEASE, held.pop(rng.randrange(len(held)))))
+        wanted = tuple(rng.sample(range(chunks), rng.randint(1, min(chunks, 3))))
+        gradients = (gradients_of(rng.randrange(chunks)),)
+        if rng.random() < 0.2 and gradients not in held:
+            wanted = gradients
+        held.append(wanted)
+        entries.append(CacheRequest(ACQUIRE, wanted))
+    entries += [CacheRequest(RELEASE, wanted) for wanted in reversed(held)]
+    schedule = Schedule(entries)
+    blocks = schedule.least_blocks() + rng.randint(0, 3)
+    state = CacheState(blocks, schedule)
+    loads = [(state.acquire if e.verb is ACQUIRE else state.release)(e.chunks) for e in schedule.entries]
+    compute = [rng.choice([0, 0, 1, 4, 9]) for _ in range(len(entries) + 1)]
+    return Step(schedule, blocks, loads, compute, [rng.choice([0, 1, 5, 12]) for _ in range(chunks)])
+
+
+def ticks_of(step: Step) -> int:
+    """The step, tick by tick: the host has queued all fetches, and each waits for the releases before it."""
+    queue: list[tuple[int, int, set[int]]] = []  # (chunk, ticks, the requests that must have been passed)
+    wanted: list[list[int]] = []  # for each request: the positions in the queue that it waits for
+    at: dict[int, int] = {}
+    block_of: dict[int, int] = {}
+    readers: dict[int, set[int]] = {}
+    for position, (entry, loads) in enumerate(zip(step.schedule.entries, step.loads, strict=True)):
+        if entry.verb is RELEASE:
+            for chunk in entry.chunks:
+                readers.setdefault(block_of[chunk], set()).add(position)
+        for load in loads:
+            block_of[load.chunk], at[load.chunk] = load.block, len(queue)
+            ticks = step.fetches[load.chunk] if load.chunk >= 0 else 0
+            queue.append((load.chunk, ticks, set(readers.get(load.block, ()))))
+        wanted.append([at[chunk] for chunk in entry.chunks] if entry.verb is ACQUIRE else [])
+    passed, now, left = 0, 0, step.compute[0]
+    remaining = [ticks for _, ticks, _ in queue]
+    arrived: set[int] = set()
+    while True:
+        moved = True
+        while moved:
+            moved = False
+            for number, (_, ticks, needs) in enumerate(queue):
+                if number not in arrived and not ticks and all(position < passed for position in needs):
+                    arrived.add(number)
+                    moved = True
+            if passed < len(wanted) and not left and arrived.issuperset(wanted[passed]):
+                passed, moved = passed + 1, True
+                left = step.compute[passed]
+        if passed == len(wanted) and not left:
+            return now
+        first = next((n for n, (_, ticks, _) in enumerate(queue) if ticks and remaining[n]), None)
+        if first is not None and all(position < passed for position in queue[first][2]):
+            remaining[first] -= 1
+            if not remaining[first]:
+                arrived.add(first)
+        left = max(left - 1, 0)
+        now += 1
+
+
+@pytest.mark.parametrize("seed", with_further(range(600), range(100)))
+def test_it_is_the_simulation_tick_by_tick(seed: int) -> None:
+    step = drawn(random.Random(seed))
+    assert step.elapsed() == ticks_of(step)
+
+
+@pytest.mark.parametrize("seed", with_further(range(300), range(100)))
+def test_nothing_that_is_shorter_makes_it_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    step = drawn(rng)
+    compute, fetch = sum(step.compute), sum(step.fetches[n.chunk] for made in step.loads for n in made if n.chunk >= 0)
+    assert max(compute, fetch) <= step.elapsed() <= compute + fetch
+    chunk, request = rng.randrange(len(step.fetches)), rng.randrange(len(step.compute))
+    for less in (
+        replace(step, fetches=[n // 2 if at == chunk else n for at, n in enumerate(step.fetches)]),
+        replace(step, compute=[n // 2 if at == request else n for at, n in enumerate(step.compute)]),
+        replace(step, loads=_apart(step.loads)),
+    ):
+        assert less.elapsed() <= step.elapsed()
+
+
+def _apart(loads: Sequence[Sequence[Load]]) -> list[list[Load]]:
+    """The same loads, each into a block of its own."""
+    numbers = iter(range(sum(map(len, loads))))
+    return [[replace(load, block=next(numbers)) for load in made] for made in loads]
+
+
+def layers(count: int) -> Schedule:
+    """Forward and backward of frozen layers of one chunk each, which a unit holds one at a time."""
+    order = [*range(count), *reversed(range(count))]
+    return Schedule([CacheRequest(verb, (n,)) for n in order for verb in (ACQUIRE, RELEASE)])
+
+
+def test_one_block_hides_nothing_and_two_hide_the_shorter() -> None:
+    """Four layers of 3 s, of which each fetch takes 2 s; a layer computes between its acquire and its release."""
+    schedule, compute = layers(4), [0, *(8 * [3, 0])]
+    seconds = [elapsed_seconds(schedule, compute, [2.0] * 4, blocks) for blocks in (1, 2, 4)]
+    assert seconds == [8 * 3 + 7 * 2, 8 * 3 + 2, 8 * 3 + 2], "the last layer of forward is the first of backward"
+
+
+def test_chunks_that_stay_gathered_are_fetched_by_the_steps_before() -> None:
+    schedule = Schedule(layers(4).entries, kept=range(4))
+    assert elapsed_seconds(schedule, [1.0] * 17, [100.0] * 4, blocks=4) == 17
+    assert elapsed_seconds(schedule, [1.0] * 17, [100.0] * 4, blocks=4, backwards=2) == 2 * 17
+
+
+@cache
+def traced(device: torch.device | None = None, checkpoint: str = "non_reentrant") -> Profile:
+    config = GPTConfig(vocab_size=64, seq_len=16, n_layers=8, d_model=32, n_heads=2, checkpoint=checkpoint)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = GPT(config)
+        for parameter in model.blocks.parameters():
+            parameter.requires_grad_(False)
+    return trace(model, lm_loss, BATCH, compute_dtype=torch.bfloat16, device=device)
+
+
+def task(room: float, profile: Profile | None = None) -> Task:
+    """Frozen layers of which `room` fits on the device, whose fetches take as long as their compute."""
+    profile = profile or traced()
+    hardware = replace(Hardware.named("a100-80g-pcie-x4"), unit_us=1e-9)
+    numel = sum(p.numel for p in profile.params)
+    hardware = replace(hardware, fitted=replace(hardware.fitted, overhead_ns_per_parameter=2e-1))
+    capacity = int(1.25 * profile.activation_bytes + room * 2 * numel / 0.95)
+    return Task(profile=profile, hardware=hardware, gpus=1, capacity_bytes=capacity, host_bytes=1 << 40)
+
+
+def test_work_between_events_adds_up_and_a_cpu_waits_for_copies() -> None:
+    profile = traced()
+    assert len(profile.work) == len(profile.events) + 1
+    assert [sum(column) for column in zip(*profile.work, strict=True)] == [profile.flops, profile.traffic_bytes]
+    assert not traced(torch.device("cpu")).work
+
+
+def test_a_stall_is_what_the_timeline_is_longer_than_perfect_overlap() -> None:
+    given = task(0.5)
+    found = solve(given)
+    schedule, positions = given.profile.step_order.timed(found.layout)
+    assert schedule.entries == given.profile.schedule(found.layout).entries
+    assert positions == sorted(positions) and len(positions) == len(schedule.entries)
+    whole = found.seconds.compute + found.seconds.units
+    each = cost.compute_seconds(given.profile, positions, given.hardware, whole)
+    assert sum(each) == pytest.approx(whole)
+    fetches = cost.fetch_seconds(found.plan, found.layout, given.hardware, 1)
+    crossing = found.moved.fetched_bytes / (given.hardware.links(1).b_c2g * 1e9)
+    own = [chunk.index for chunk in found.layout.chunks if chunk.residence is not CACHED and chunk.key.trainable]
+    assert sum(fetches[chunk] for chunk in (*found.loads, *own)) == pytest.approx(crossing)
+    elapsed = elapsed_seconds(schedule, each, fetches, found.plan.blocks(found.layout))
+    assert found.seconds.stall == pytest.approx(elapsed - found.seconds.overlapped) != 0
+    assert ", stall " in explain(found)
+
+
+@pytest.mark.parametrize("room", with_further([0.4, 0.5, 0.6, 0.7, 0.8], [0.4, 0.7]))
+def test_blocks_that_hide_fetches_are_worth_more_than_chunks_on_the_device(room: float) -> None:
+    given = task(room)
+    blind = solve(replace(given, profile=replace(given.profile, work=())))
+    found, without = solve(given), price(given, blind.plan)
+    assert not shortage(found.task, found.size)
+    assert price(given, found.plan) == found, "what was found is what the plan says"
+    assert without.seconds.step - without.seconds.stall == pytest.approx(blind.seconds.step)
+    assert found.seconds.step < without.seconds.step
+    assert found.plan.blocks(found.layout) > blind.plan.blocks(blind.layout)
+    assert (found.plan.device_chunks or 0) < (blind.plan.device_chunks or 0)
+
+
+@pytest.mark.parametrize("room", with_further([0.4, 0.5, 0.6, 0.7, 0.8], [0.5]))
+def test_several_backwards_stall_no_less_than_one(room: float) -> None:
+    one, five = (solve(replace(task(room), accumulation=n)) for n in (1, 5))
+    again = price(replace(one.task, accumulation=5), one.plan)
+    assert again.seconds.stall >= 4 * one.seconds.stall
+    assert five.seconds.step <= again.seconds.step
