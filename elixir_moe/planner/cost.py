@@ -9,7 +9,8 @@ A step of one rank::
     |-- host link up: every gather of a host chunk -------|                                                |-- updates |
     |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
 
-Transfers to and from the host overlap with compute and cost time only if they take longer. Updates follow backward.
+Transfers to and from the host overlap with compute and cost time only if they take longer, or where compute and fetches
+wait for each other: `timeline` tells for how long. Updates follow backward.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Searches for the fastest plan: chunk length, blocks of the rCache, and the tier of every chunk.
 
 Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
-policy, fills the rest of the device with chunks, and keeps the fastest plan. Pure: `trace` makes the
-step, and `cost` has the formulas that `price` adds up.
+policy, fills the rest of the device with chunks, and keeps the fastest plan; at the end, stalls count too. Pure:
+`trace` makes the step, `cost` has the formulas that `price` adds up, and `timeline` has the stalls.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
