@@ -1,8 +1,7 @@
 """The bytes that decoding quantized weights moves in a step.
 
 Owns the count of decodings among the events of a trace, and the bytes of each. A trace never runs a decoder: that would
-be many small operators for each expert of each layer. `cost` converts the bytes to seconds. On a GPU they are the bytes
-of torch's operators, even where Triton decodes in one pass: its speed is not measured yet.
+be many small operators for each expert of each layer. `cost` converts the bytes to seconds.
 """
 
 import math
@@ -44,7 +43,7 @@ def decoding_bytes(
         modules: the names of the modules, by the numbers in events.
         events: the events of a step, for all layers.
         compute_dtype: the argument of `wrap`.
-        native: whether the native decoder decodes in one pass, instead of torch's operators.
+        native: whether a kernel decodes in one pass, instead of torch's operators.
     """
     times: Mapping[str, int] = Counter(modules[event.module] for event in events if event.kind in (ENTER, REACH))
     total = 0.0

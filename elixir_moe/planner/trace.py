@@ -47,6 +47,7 @@ from elixir_moe.planner.events import (
 )
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
 from elixir_moe.planner.repeat import Cut, Names, cuts_of, with_all_periods
+from elixir_moe.quantized.decoders import decodes_in_one_pass
 from elixir_moe.quantized.packed import weights_behind
 from elixir_moe.quantized.products import scratch_bytes
 from elixir_moe.runtime.model_spec import param_specs
@@ -96,8 +97,8 @@ def trace(
         precision: the precision of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
-        device: the device that will run the step; None for an accelerator that is not here. A CPU decodes quantized
-            weights in one pass, other devices by torch's operators.
+        device: the device that will run the step; None for an accelerator that is not here, which is taken to decode
+            quantized weights by torch's operators.
 
     Raises:
         ConfigError: the step does not return a scalar loss, reads values of tensors, or keeps tensors outside the
@@ -125,6 +126,7 @@ def trace(
     regions = regions_of(part_specs)
     kept, kept_peaks = kept_of(costs)
     on_cpu = device is not None and device.type == "cpu"
+    one_pass = device is not None and decodes_in_one_pass(device)
     return Profile(
         params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
         order=tuple(order),
@@ -134,7 +136,7 @@ def trace(
         tokens=_tokens(sample) if tokens is None else tokens,
         flops=sum(event.flops for event in costs),
         traffic_bytes=sum(event.traffic for event in costs)
-        + decoding_bytes(model, parts.names, steps, compute_dtype, native=on_cpu),
+        + decoding_bytes(model, parts.names, steps, compute_dtype, native=one_pass),
         activation_bytes=peak_of(costs),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
         kept=tuple(kept),

@@ -155,6 +155,11 @@ def _check_shape(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {shape} for this out")
 
 
+def decodes_in_one_pass(device: torch.device) -> bool:
+    """Whether a kernel decodes on this device in one pass, instead of torch's operators."""
+    return device.type == "cpu" or (runs_triton(device) and _triton_on(device) is not None)
+
+
 def _in_host_memory(out: Tensor) -> bool:
     """Whether the native decoders can write to `out`; a fake tensor reports a CPU, but has no memory."""
     return _native is not None and out.device.type == "cpu" and type(out) is Tensor

@@ -13,6 +13,7 @@ from elixir_moe.kernels import AdamSettings
 from elixir_moe.planner.decoding import Moved, bytes_a_weight
 from elixir_moe.planner.hardware import NARROW_UPDATE_ON_DEVICE
 from elixir_moe.planner.trace import trace
+from elixir_moe.quantized import decoders
 from elixir_moe.quantized.formats import SCHEMES
 
 WIDTH, LAYERS = 128, 5
@@ -35,13 +36,13 @@ class Stack(nn.Module):
         return x
 
 
-def moved(scheme: str | None, *, again: bool, native: bool) -> int:
+def moved(scheme: str | None, *, again: bool, native: bool = False, device: torch.device | None = None) -> int:
     """Bytes moved by all operators of a step that are no products."""
     model: Any = Stack(again=again)
     if scheme is not None:
         em.quantize(model, scheme, targets="layers.*")
     batch = torch.randn(4, WIDTH)
-    device = torch.device("cpu") if native else None
+    device = torch.device("cpu") if native else device
     return trace(model, lambda m, x: m(x).sum(), batch, device=device, tokens=4).traffic_bytes
 
 
@@ -60,6 +61,14 @@ def test_torchs_operators_move_more_than_one_pass(scheme: str) -> None:
     assert bytes_a_weight(scheme, torch.bfloat16, native=False) > bytes_a_weight(scheme, torch.bfloat16, native=True)
     one = SCHEMES[scheme].nbytes((512, 512)) / 512**2 + 2
     assert bytes_a_weight(scheme, torch.bfloat16, native=True) == pytest.approx(one)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_device_on_which_triton_decodes_reads_a_weight_once(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "runs_triton", lambda device: True)
+    monkeypatch.setattr(decoders, "_triton_on", lambda device: decoders if runs else None)
+    device = torch.device("meta")
+    assert moved("nf4", again=False, device=device) == moved("nf4", again=False, native=runs)
 
 
 def test_operators_of_a_narrow_update_move_what_a_machine_file_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
