@@ -27,6 +27,8 @@ from elixir_moe.torch_private import abort_together, backend_on, devices_of, iss
 
 _TAG_OF_NONE = 1 << 30
 """The tag of a message that nobody sends; the tag of a chunk is its index."""
+_GATHER, _REDUCE = 0, 1
+"""Places of a communicator's process groups."""
 
 
 class Work:
@@ -112,11 +114,8 @@ class Communicator:
         self.index = ranks.index(self.rank) if self.size > 1 else 0
         self._issued = Issued(ranks, self._end) if self.size > 1 else None
         self._groups = list(groups)
+        """That of gathers and that of reductions; none for a single rank, and once they are dropped."""
         self._device = device
-        self._gather_group: dist.ProcessGroup | None = None
-        self._reduce_group: dist.ProcessGroup | None = None
-        if groups:
-            self._gather_group, self._reduce_group = groups
         self.over_gloo = device is not None and bool(groups) and goes_over_gloo(groups[0], device)
         """Chunks are sent as gloo messages, and sums are computed here."""
         self.tagged = self.over_gloo or not groups
@@ -147,15 +146,15 @@ class Communicator:
         if not self.over_gloo:
             own = slices[self.index].view(torch.uint8)  # NCCL does not support all dtypes
             with Wait(what, self.ranks):  # in stream order; the host does not wait, except over gloo
-                gather_into(buffer.view(torch.uint8), own, self._gather_group)
+                gather_into(buffer.view(torch.uint8), own, self._groups[_GATHER])
             return Work()
         slices = slices.view(torch.uint8)
         works = []
         with Wait(what, self.ranks, turn):  # issuing a message fails if another rank has closed the connections
             for step in range(1, self.size):  # every rank starts with a different peer
                 to, source = (self.index + step) % self.size, (self.index - step) % self.size
-                works.append(dist.irecv(slices[source], group=self._gather_group, tag=tag, group_src=source))
-                works.append(dist.isend(slices[self.index], group=self._gather_group, tag=tag, group_dst=to))
+                works.append(dist.irecv(slices[source], group=self._groups[_GATHER], tag=tag, group_src=source))
+                works.append(dist.isend(slices[self.index], group=self._groups[_GATHER], tag=tag, group_dst=to))
         return Work(works, what=what, ranks=self.ranks, turn=turn)
 
     def reduce_scatter(
@@ -190,7 +189,7 @@ class Communicator:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             terms = slices if staging is None else staging.view(self.size, -1).copy_(slices)
             with Wait(what, self.ranks):
-                scatter(terms[self.index], terms.view(-1), group=self._reduce_group)
+                scatter(terms[self.index], terms.view(-1), group=self._groups[_REDUCE])
             then(slices[self.index] if staging is None else slices[self.index].copy_(terms[self.index]))
             return Work()
         leaving = slices.view(torch.uint8)
@@ -199,7 +198,7 @@ class Communicator:
             received = staging.view(self.size, -1)
             arriving = received.view(torch.uint8)
             with Wait(what, self.ranks, turn):
-                work = dist.all_to_all_single(arriving, leaving, group=self._reduce_group, async_op=True)
+                work = dist.all_to_all_single(arriving, leaving, group=self._groups[_REDUCE], async_op=True)
             return Work([work], lambda: then(torch.sum(received, 0, out=place)), what=what, ranks=self.ranks, turn=turn)
         # Each of two ranks receives one slice from the other directly into the sum's memory, and adds its own.
         if place is None:
@@ -208,8 +207,8 @@ class Communicator:
         theirs, own, peer = place, slices[self.index], 1 - self.index
         with Wait(what, self.ranks, turn):
             works = [
-                dist.irecv(theirs.view(torch.uint8), group=self._reduce_group, tag=tag, group_src=peer),
-                dist.isend(leaving[peer], group=self._reduce_group, tag=tag, group_dst=peer),
+                dist.irecv(theirs.view(torch.uint8), group=self._groups[_REDUCE], tag=tag, group_src=peer),
+                dist.isend(leaving[peer], group=self._groups[_REDUCE], tag=tag, group_dst=peer),
             ]
         return Work(works, lambda: then(theirs, add_and_square(theirs, own)), what=what, ranks=self.ranks, turn=turn)
 
@@ -236,11 +235,11 @@ class Communicator:
 
         if not self.over_gloo:
             with Wait(what, self.ranks):
-                dist.all_reduce(terms, group=self._reduce_group)
+                dist.all_reduce(terms, group=self._groups[_REDUCE])
             finish()
             return Work()
         with Wait(what, self.ranks, turn):
-            work = dist.all_reduce(terms, group=self._reduce_group, async_op=True)
+            work = dist.all_reduce(terms, group=self._groups[_REDUCE], async_op=True)
         return Work([work], finish, what=what, ranks=self.ranks, turn=turn)
 
     def connect(self) -> None:
@@ -266,13 +265,13 @@ class Communicator:
 
     def drop(self) -> None:
         """Drops the process groups without destroying them."""
-        self._groups, self._gather_group, self._reduce_group = [], None, None
+        self._groups = []
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Copies the first rank's `buffer` to every rank; blocks."""
         if self.size > 1:
             with Wait(f"the broadcast of a chunk's first weights over {named(self.ranks)}", self.ranks):
-                dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._gather_group)
+                dist.broadcast(buffer.view(torch.uint8), self.ranks[0], group=self._groups[_GATHER])
 
 
 def gather_into(table: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
