@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import elixir_moe as em
+from elixir_moe.memory.out_of_memory import is_out_of_memory
 from elixir_tools.models.gpt import lm_loss
-from tests.accelerator.device import NAME, delayed
+from tests.accelerator.device import NAME, delayed, limited
 from tests.gpu.test_quantized import CASES as QUANTIZED
 from tests.gpu.test_quantized import adapts_as_plain_torch
 from tests.support import gpu_cases
@@ -25,6 +26,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 LATE = {"compute": (500, 0), "others": (0, 1500), "random": (500, 500)}
 """Microseconds by which the default stream is late at most, and by which all others are."""
 SEEDS = range(int(os.environ.get("ACCELERATOR_SEEDS", "1")))
+MIB = 1 << 20
 QUICK_LOOPS = [(2, "non_reentrant")]
 
 CASES = [*itertools.product(MODELS, PLANS, (FP32, BF16))]
@@ -77,6 +79,37 @@ def trains_on_two_streams(plan: str) -> None:
 @pytest.mark.parametrize(("plan", "late"), with_further(every([("zero3",), ("offload",)]), [("offload", "random")]))
 def test_a_model_computes_on_two_streams(threads: Any, plan: str, late: str, seed: int) -> None:
     threads(1).run(late_in, late, seed, trains_on_two_streams, plan)
+
+
+def trains_on_after_out_of_memory(plan: str) -> None:
+    """(rank) A batch that does not fit between two steps changes nothing."""
+    config = gpu_cases.config_of("mixture", FP32)
+    model, optimizer = gpu_cases.wrap(config, PLANS[plan](), FP32, NAME)
+    result = gpu_cases.train(model, optimizer, range(1), 1, NAME)
+    large = gpu_cases.tokens(0, 0, NAME).repeat(64, 1)
+    torch.accelerator.empty_cache()
+    with limited(torch.accelerator.memory_reserved() + MIB), pytest.raises(RuntimeError) as raised:
+        lm_loss(model, large).backward()
+    assert is_out_of_memory(raised.value), raised.value
+    optimizer.zero_grad()
+    rest = gpu_cases.train(model, optimizer, range(1, gpu_cases.STEPS), 1, NAME)
+    result = {name: [*values, *rest[name]] for name, values in result.items()}
+    result["state"] = em.full_state_dict(model, all_ranks=True)
+    gpu_cases.close(optimizer)
+    gpu_cases.compare(result, gpu_cases.plain(config, FP32, 1, "cpu"), FP32, f"{plan}, out of memory")
+
+
+def wraps_what_does_not_fit(plan: str) -> None:
+    """(rank) Wrapping says what the device lacks."""
+    torch.accelerator.empty_cache()
+    with limited(torch.accelerator.memory_reserved() + MIB // 8), pytest.raises(em.TierError, match="device memory"):
+        gpu_cases.wrap(gpu_cases.config_of("mixture", FP32), PLANS[plan](), FP32, NAME)
+
+
+@pytest.mark.parametrize("body", [trains_on_after_out_of_memory, wraps_what_does_not_fit])
+@pytest.mark.parametrize("plan", with_further(["zero3", "offload"], ["zero3"]))
+def test_the_device_is_out_of_memory(threads: Any, body: Callable[[str], None], plan: str) -> None:
+    threads(1).run(late_in, "random", 0, body, plan)
 
 
 @pytest.mark.parametrize(("model", "plan", "dtype", "late"), QUICK)
