@@ -321,7 +321,8 @@ def _speed(asked: Asked) -> Iterator[str]:
     bound = {"compute": "compute", "fetch": "transfers to the GPU", "offload": "transfers from the GPU"}[longest]
     yield (
         f"A step takes about {seconds_text(seconds.step)}, {speed:,.0f} tokens a second on "
-        f"all GPUs: {bound} {seconds_text(getattr(seconds, longest))}, collectives {seconds_text(seconds.exposed)}, "
+        f"all GPUs: {bound} {seconds_text(getattr(seconds, longest))}, waiting for blocks "
+        f"{seconds_text(seconds.stall)}, collectives {seconds_text(seconds.exposed)}, "
         f"updates {seconds_text(_updates(asked.found.choice))}."
     )
 

@@ -73,6 +73,7 @@ class Figures:
             "compute": seconds.compute + seconds.units,
             "link to GPU": seconds.fetch,
             "link from GPU": seconds.offload,
+            "waiting for blocks": seconds.stall,
             "other GPUs": seconds.exposed,
             "Adam": seconds.device_update + seconds.host_update,
             "Adam on disk": seconds.disk_update,

@@ -70,7 +70,7 @@ class ControlFile:
         self._seen: tuple[int, int, int] | None = None
 
     def asked(self) -> Control | ConfigError | None:
-        """What has changed since the last call, to be sent to all ranks; an error where the file is wrong."""
+        """Returns what has changed since the last call, to be sent to all ranks; an error where the file is wrong."""
         try:
             return self.changed()
         except ConfigError as error:

@@ -35,6 +35,8 @@ def why_not() -> str | None:
     """Why this machine cannot compile the backend; None if it can."""
     if sys.platform != "linux":
         return "the accelerator of threads needs Linux"
+    if torch.__version__ < "2.12":
+        return "the accelerator of threads corrupts the heap on torch 2.11, for a reason that has not been found"
     if compiler() is None:
         return "the accelerator of threads needs a C++ compiler"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
