@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +23,8 @@ class Copy:
     ended = threading.Event()
     error: BaseException | None = None
 
-    def __init__(self, *, blocking: bool) -> None:
+    def __init__(self, device: torch.device, *, blocking: bool) -> None:
         assert blocking, "the thread sleeps while it waits"
-
-    def record(self, stream: Any) -> None:
-        """As of torch."""
 
     def synchronize(self) -> None:
         """As of torch."""
@@ -41,8 +37,7 @@ class Copy:
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSums]:
     """On a device whose copies have ended, until ``Copy.ended.clear()``."""
-    monkeypatch.setattr(torch.cuda, "Event", Copy)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr("elixir_moe.memory.host_sums.recorded_event", Copy)
     Copy.ended.set()
     made = HostSums(4 * NUMEL, CPU)
     yield made

@@ -5,7 +5,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -583,23 +583,20 @@ def test_the_pages_of_a_host_slab_are_touched_by_all_threads_that_there_are(monk
 
 
 class Locking:
-    """The page-locking of CUDA, which notes the bytes it is asked for."""
+    """Stands for `register_host_memory`, and notes the bytes it is asked for."""
 
     def __init__(self) -> None:
         self.locked: list[int] = []
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.locked.append(nbytes)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        return 0
+    def __call__(self, memory: torch.Tensor) -> Callable[[], None]:
+        self.locked.append(memory.nbytes)
+        return lambda: None
 
 
 @pytest.fixture
 def locking(monkeypatch: pytest.MonkeyPatch) -> Locking:
     found = Locking()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr("elixir_moe.memory.slabs.register_host_memory", found)
     return found
 
 
