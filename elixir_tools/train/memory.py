@@ -120,7 +120,7 @@ def who(store: Any) -> tuple[str, bool] | None:
     if not store.check([_KEY]):
         return None
     redoable, _, rank = store.get(_KEY).decode().partition(" ")
-    return rank, redoable == "1"
+    return (rank, redoable == "1") if rank else None
 
 
 def ask(question: Callable[[], T]) -> T | None:
@@ -158,9 +158,12 @@ def aborting(store: Any) -> Iterator[None]:
 
 
 def forget(store: Any, process_group: dist.ProcessGroup) -> None:
-    """Removes the message of `say_so` once all ranks have read it. Collective."""
+    """Empties the message of `say_so` once all ranks have read it. Collective.
+
+    A key that is deleted between the `check` and the `get` of another thread would make that wait for the next message.
+    """
     dist.barrier(group=process_group)
-    store.delete_key(_KEY)
+    store.set(_KEY, "")
     dist.barrier(group=process_group)
 
 

@@ -188,7 +188,7 @@ def test_a_run_that_goes_back_from_its_end_has_no_results_of_it(
     source, text = tmp_path / "checkpoints" / "step-00000050", load_text((), 0.1, 128)
     source.mkdir(parents=True)
     Claim(tmp_path, None).release()
-    (tmp_path / "config.yaml").write_text(f"run: {{out: {tmp_path}}}")
+    (tmp_path / "config.yaml").write_text(f"model: {{}}\nrun: {{out: {tmp_path}}}")
     for name in ("metrics.jsonl", "summary.json", "weights.safetensors", "sample.txt", "loss.png"):
         (tmp_path / name).write_text('{"steps": 100}')
     claim_directory(config_of(tmp_path, overwrite=True, resume=str(source), steps=100), text).release()
