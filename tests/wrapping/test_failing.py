@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -98,6 +99,11 @@ def held() -> dict[str, Any]:
     }
 
 
+def has_more(after: Any, before: Any) -> bool:
+    """Whether something was added: an earlier wrap may end what it left to threads meanwhile."""
+    return bool(Counter(after) - Counter(before)) if isinstance(after, list) else after > before
+
+
 def wrap(model: nn.Module) -> Any:
     plan = em.Plan.offload(rcache_blocks=4, chunk_numel=600, disk_chunks=1, disk=tempfile.gettempdir())
     return em.wrap(model, adamw(model), plan=plan, compute_dtype=torch.bfloat16)
@@ -128,7 +134,7 @@ def fail(name: str, sharded: bool) -> dict[str, Any]:
         except em.ElixirError as error:
             caught = type(error).__name__, str(error)
     after = after or held()
-    left = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    left = {key: (before[key], after[key]) for key in before if has_more(after[key], before[key])}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     hooks += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
     try:
