@@ -285,7 +285,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
     nodes = len(set(hosts))
     v_c, narrow_v_c = _host_adam_rates(device)
     if on_gpu:
-        _raise_clock(device)
+        a = _matrix(device, _compute_dtype(device))
+        _warm_up(lambda: a @ a, _WARM_GPU_SECONDS, device)
     v_g, narrow_v_g = (_adam_rate(device), _narrow_rate(device)) if on_gpu else (v_c, narrow_v_c)
     mine = (
         _product_rate(device, getattr(torch, machine["dtype"])),
@@ -425,13 +426,6 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     side = _MATRIX * (8 if is_accelerator(device) else 1)
     return torch.rand(side, side, device=device).to(dtype)
-
-
-def _raise_clock(device: torch.device) -> None:
-    """Keeps a GPU computing until its clock is that of training."""
-    a, start = _matrix(device, _compute_dtype(device)), time.perf_counter()
-    while time.perf_counter() - start < _WARM_GPU_SECONDS:
-        _span(lambda: a @ a, 1, device)
 
 
 class _SmallMixture(nn.Module):
@@ -607,9 +601,7 @@ def _random_bytes(numel: int, device: torch.device) -> Tensor:
 
 def _updates_a_second(update: Callable[[], None], numel: int, device: torch.device) -> float:
     """Times an update on a warm processor, in 1e9 elements per second."""
-    start = time.perf_counter()
-    while time.perf_counter() - start < _WARM_SECONDS:
-        _span(update, 1, device)
+    _warm_up(update, _WARM_SECONDS, device)
     return numel / _at_once(update, device) / 1e9
 
 
@@ -657,6 +649,13 @@ def _at_once(run: Callable[[], object], device: torch.device) -> float:
     """Times `run` while all ranks run it."""
     dist.barrier()
     return _fastest(run, device)
+
+
+def _warm_up(run: Callable[[], object], seconds: float, device: torch.device) -> None:
+    """Runs for this time, so that the clock of the device is that of training."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        _span(run, 1, device)
 
 
 def _fastest(run: Callable[[], object], device: torch.device, agreed: Callable[[float], float] = float) -> float:

@@ -146,7 +146,8 @@ def _written(dtype: torch.dtype) -> torch.dtype:
 
 def decoding_itemsize(dtype: torch.dtype) -> int:
     """The bytes that decoding takes for each weight in `dtype`, including what the decoder writes before it."""
-    return dtype.itemsize + (0 if dtype in _DECODED_TO else _written(dtype).itemsize)
+    written = _written(dtype)
+    return dtype.itemsize + (0 if written is dtype else written.itemsize)
 
 
 def _nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
