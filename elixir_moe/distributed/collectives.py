@@ -388,6 +388,8 @@ def make_groups(
         dist.all_gather_object(everyone, sorted(mine))
         union = sorted({tuple(ranks) for theirs in everyone for ranks in theirs})
         made = {ranks: dist.new_group(list(ranks), backend=backend, timeout=world_timeout()) for ranks in union}
+        # A group closed by a rank that is ready would cut off one that still connects.
+        dist.all_gather_object(everyone, None)
     return {ranks: group for ranks, group in made.items() if ranks in mine}
 
 

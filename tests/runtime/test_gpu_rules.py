@@ -31,6 +31,7 @@ from elixir_moe.distributed.collectives import (
     Work,
     backend_of,
     build_communicators,
+    drop_groups,
     make_groups,
     timeout_of,
 )
@@ -611,6 +612,33 @@ def groups_in_a_bound_world() -> list[int]:
 def test_a_world_bound_to_a_device_makes_groups_of_some_ranks(ranks: Callable[[int], RankPool]) -> None:
     """The ranks outside would join a split of the world's communicator, and the members of a gloo group would not."""
     assert ranks(3).run(groups_in_a_bound_world) == [[2, False], [2, False], [1]]
+
+
+def groups_of_a_slow_rank() -> bool:
+    """Whether the last rank had made its group when this one got hold of its own."""
+    world: Any = dist.group.WORLD
+    store, made = dist.distributed_c10d._get_default_store(), f"made after {len(dist.distributed_c10d._world.pg_map)}"
+    new_group = dist.new_group
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        for _ in range(20):
+            torch.randn(400, 400).inverse()
+        store.set(made, "yes")
+        return group
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == world.size() - 1:
+            monkeypatch.setattr(dist, "new_group", slow)
+        groups = make_groups([(0, 1)])
+    known: bool = store.check([made])
+    drop_groups(groups.values())
+    return known
+
+
+def test_no_rank_closes_a_group_that_another_still_connects(ranks: Callable[[int], RankPool]) -> None:
+    """gloo ends the connection on both sides: a refused plan would reach the slower rank as a lost peer."""
+    assert ranks(2).run(groups_of_a_slow_rank) == [True, True]
 
 
 def connected() -> list[str]:
