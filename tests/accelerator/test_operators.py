@@ -52,10 +52,26 @@ def test_shapes_that_depend_on_data_make_the_host_wait() -> None:
 
 
 @on_device()
+def test_a_call_alike_has_the_shape_and_dtype_of_its_own_numbers() -> None:
+    numbers = torch.arange(6).to("threads")
+    for step in (1, 2, 1):
+        assert numbers[::step].cpu().tolist() == list(range(0, 6, step))
+        assert numbers.repeat(step).shape == (6 * step,)
+    assert (numbers * 0.5).dtype is (torch.arange(6) * 0.5).dtype is torch.float32
+    assert (numbers * torch.tensor(0.5, dtype=torch.float64).to("threads")).dtype is torch.float64
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (numbers * 0.5).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@on_device()
 def test_out_is_resized() -> None:
     out = torch.empty(0, device="threads")
-    torch.add(torch.ones(5, device="threads"), 1, out=out)
-    assert out.cpu().tolist() == [2.0] * 5
+    for numel in (5, 7, 5):
+        torch.add(torch.ones(numel, device="threads"), 1, out=out.resize_(0))
+        assert out.cpu().tolist() == [2.0] * numel
 
 
 @on_device()

@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
@@ -19,10 +20,9 @@
 #include <vector>
 
 #include "device.hpp"
+#include "shapes.hpp"
 
 namespace accelerator {
-
-using Values = torch::jit::Stack;
 
 /// How many operators were issued, and for how many of them the host has waited.
 struct Counts {
@@ -46,7 +46,7 @@ inline at::Tensor shadow_of(const at::Tensor& t) {
 }
 
 inline at::Tensor meta_of(const at::Tensor& t) {
-    if (!t.defined()) return t;
+    if (!t.defined() || t.unsafeGetTensorImpl()->is_wrapped_number()) return t;  // a number does not set the dtype
     return at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(at::kMeta));
 }
 
@@ -100,16 +100,14 @@ class Call {
             const c10::IValue& value = given_[i];
             const bool random = is_generator(schema_.arguments()[i]);
             on_cpu_.push_back(random ? c10::IValue(seeded(value)) : mapped(value, shadow_of, at::kCPU));
-            on_meta_.push_back(random ? c10::IValue() : mapped(value, meta_of, at::kMeta));
         }
-        meta_arguments_ = on_meta_;
     }
 
     void run(Values* stack) {
         ++counts().issued;
-        if (has_shapes()) {
-            resize_outputs();
-            submit(stack);
+        if (const auto shapes = this->shapes()) {
+            resize_outputs(shapes->arguments);
+            submit(shapes->results, stack);
         } else {
             ++counts().waited;
             run_now(stack);
@@ -133,34 +131,26 @@ class Call {
         return false;
     }
 
-    /// Runs the operator on meta tensors; false if its results depend on data.
-    bool has_shapes() {
-        if (op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape)) return false;
-        if (has_mask()) return false;
-        try {
-            op_.callBoxed(&on_meta_);
-        } catch (const c10::NotImplementedError&) {
-            return false;
+    /// What the operator makes of the shapes of its arguments; null if its results depend on data.
+    ShapeCache::Found shapes() const {
+        if (op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape)) return nullptr;
+        if (has_mask()) return nullptr;
+        Values on_meta;
+        for (std::size_t i = 0; i < arguments(); ++i) {
+            const bool random = is_generator(schema_.arguments()[i]);
+            on_meta.push_back(random ? c10::IValue() : mapped(given_[i], meta_of, at::kMeta));
         }
-        correct_dtypes();
-        return true;
+        return shape_cache().of(op_, std::move(on_meta));
     }
 
-    /// The layer norm for CPUs returns its statistics in the dtype of the weight, that of meta tensors in fp32.
-    void correct_dtypes() {
-        if (schema_.name() != "aten::native_layer_norm") return;
-        const bool has_weight = given_[2].isTensor() && given_[2].toTensor().defined();
-        const auto dtype = given_[has_weight ? 2 : 0].toTensor().scalar_type();
-        for (const std::size_t i : {1, 2}) on_meta_[i] = on_meta_[i].toTensor().to(dtype);
-    }
     /// Gives an argument such as `out` the size that the operator gives it.
-    void resize_outputs() {
+    void resize_outputs(const Values& meta_arguments) {
         for (std::size_t i = 0; i < arguments(); ++i) {
             const auto* alias = schema_.arguments()[i].alias_info();
             if (alias == nullptr || !alias->isWrite() || !given_[i].isTensor() || !is_ours(given_[i].toTensor())) {
                 continue;
             }
-            const auto sizes = meta_arguments_[i].toTensor().sizes();
+            const auto sizes = meta_arguments[i].toTensor().sizes();
             if (given_[i].toTensor().sizes() != sizes) {
                 given_[i].toTensor().resize_(sizes);
                 on_cpu_[i] = shadow_of(given_[i].toTensor());
@@ -179,10 +169,10 @@ class Call {
         return -1;
     }
 
-    void submit(Values* stack) {
+    void submit(const Values& on_meta, Values* stack) {
         std::vector<at::Tensor> places;  // shadows of the new results, in order
         std::vector<bool> is_new;
-        for (std::size_t i = 0; i < on_meta_.size(); ++i) {
+        for (std::size_t i = 0; i < on_meta.size(); ++i) {
             const int argument = argument_of(i);
             is_new.push_back(argument < 0);
             if (argument >= 0) {
@@ -194,7 +184,7 @@ class Call {
                 places.push_back(shadow_of(result));
                 return result;
             };
-            stack->push_back(mapped(on_meta_[i], allocated, kDevice));
+            stack->push_back(mapped(on_meta[i], allocated, kDevice));
         }
         here().submit([op = op_, values = std::move(on_cpu_), places = std::move(places),
                        is_new = std::move(is_new)]() mutable { compute(op, values, places, is_new); });
@@ -211,6 +201,7 @@ class Call {
     /// The task: runs the operator for CPUs and moves its new results to their places.
     static void compute(const c10::OperatorHandle& op, Values& values, const std::vector<at::Tensor>& places,
                         const std::vector<bool>& is_new) {
+        at::internal::lazy_init_num_threads();  // else OpenMP gives this thread a team of its own
         at::AutoDispatchBelowADInplaceOrView below_autograd;
         correct_statistics(op, values);
         try {
@@ -255,8 +246,6 @@ class Call {
     const c10::FunctionSchema& schema_;
     Values given_;
     Values on_cpu_;
-    Values on_meta_;
-    Values meta_arguments_;
 };
 
 inline void run_operator(const c10::OperatorHandle& op, Values* stack) {
