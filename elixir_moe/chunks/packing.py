@@ -201,7 +201,11 @@ class Layout:
 
     def with_residence(self, on_device: Collection[int]) -> "Layout":
         """Returns a copy whose chunks have the residence of their tier; `on_device` are those on the device."""
-        chunks = tuple(replace(c, residence=c.residence_at(on_device=c.index in on_device)) for c in self.chunks)
+        homes = [chunk.residence_at(on_device=chunk.index in on_device) for chunk in self.chunks]
+        chunks = tuple(
+            chunk if chunk.residence is home else replace(chunk, residence=home)
+            for chunk, home in zip(self.chunks, homes, strict=True)
+        )
         widest = max((chunk.block_itemsize for chunk in chunks if chunk.residence is CACHED), default=0)
         return replace(
             self,
