@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +19,17 @@ from elixir_moe.chunks.plan import Plan, Tier, size_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import PlanCandidate, Task, _LengthSearch, _Packing, chunk_lengths, price, shortage, solve
+from elixir_moe.planner.solve import (
+    PlanCandidate,
+    Task,
+    _LengthSearch,
+    _Packing,
+    chunk_lengths,
+    gathered,
+    price,
+    shortage,
+    solve,
+)
 from tests.support.cases import with_further
 
 PLENTY = 1 << 40
@@ -134,34 +143,38 @@ def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
 
 def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
     """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
-    lengths = chunk_lengths(task.profile.params)
+    params = task.profile.params
+    lengths = chunk_lengths(params)
     away = {0, bisect_right(list(accumulate(task.profile.kept)), task.host_bytes)}
     others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
-        layout = price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout
-        chunks = len(layout.chunks)
-        for device_chunks, blocks in product(range(chunks + 1), range(1, layout.most_blocks + 1)):
-            gathered: dict[str, Any] = {}  # the same wherever chunks are that are not on the device
-            on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
-            for disk_chunks, whole in product(on_disk, (False, True)):
-                in_host_memory = chunks - device_chunks - disk_chunks
-                if (whole and not disk_chunks) or (task.hardware.one_memory and in_host_memory):
+        chunks = len(price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout.chunks)
+        for device_chunks in range(chunks + 1):
+            # The step is the same wherever chunks are that are not on the device.
+            layout = Plan.offload(rcache_blocks="all", device_chunks=device_chunks, chunk_numel=length).layout(params)
+            schedule = task.profile.schedule(layout)
+            layout = replace(layout, open_gradients=schedule.open_gradients())
+            for blocks in range(1, max(layout.most_blocks, 1) + 1):
+                try:
+                    loads = gathered(schedule, min(blocks, layout.most_blocks), task.accumulation)
+                except PlanError:
                     continue
-                plan = Plan.offload(
-                    rcache_blocks=blocks,
-                    device_chunks=device_chunks,
-                    disk_chunks=disk_chunks,
-                    values_on_disk=whole,
-                    chunk_numel=length,
-                )
-                for regions in away:
-                    try:
-                        found = price(task, replace(plan, host_checkpoints=regions), **gathered)
-                    except PlanError:
+                on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
+                for disk_chunks, whole in product(on_disk, (False, True)):
+                    in_host_memory = chunks - device_chunks - disk_chunks
+                    if (whole and not disk_chunks) or (task.hardware.one_memory and in_host_memory):
                         continue
-                    gathered = {"layout": found.layout, "loads": found.loads}
-                    if not shortage(found.task, found.size):
-                        yield found
+                    plan = Plan.offload(
+                        rcache_blocks=blocks,
+                        device_chunks=device_chunks,
+                        disk_chunks=disk_chunks,
+                        values_on_disk=whole,
+                        chunk_numel=length,
+                    )
+                    for regions in away:
+                        found = price(task, replace(plan, host_checkpoints=regions), layout, loads)
+                        if not shortage(found.task, found.size):
+                            yield found
 
 
 _SIZE = r"([\d.]+ \w+)"
