@@ -14,13 +14,12 @@ import pytest
 
 import elixir_moe
 from tests.support.fresh import Fresh
-from tests.support.rules import ROOT, assert_none, place
+from tests.support.rules import ROOT, assert_none, place, tree_of
 
 PACKAGE, TOOLS = ROOT / "elixir_moe", ROOT / "elixir_tools"
 FILES = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
 FUNCTIONS = type(elixir_moe).functions
 """Public functions that have the names of their files."""
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 STOREYS: list[set[str]] = [
     {"errors"},
@@ -109,7 +108,7 @@ def storey_of(module: str) -> int | None:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and modules of the two packages that a file imports, anywhere in it."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -169,7 +168,7 @@ def test_the_port_has_no_code() -> None:
     lines = (ast.Expr, ast.ImportFrom, ast.Assign)
     port = [path for path in FILES if path.is_relative_to(PACKAGE / "ext")]
     assert len(port) > 5
-    assert_none(place(path, node.lineno) for path in port for node in TREES[path].body if not isinstance(node, lines))
+    assert_none(place(path, node.lineno) for path in port for node in tree_of(path).body if not isinstance(node, lines))
 
 
 def test_no_imports_run_in_a_circle() -> None:
@@ -182,7 +181,7 @@ def test_no_imports_run_in_a_circle() -> None:
 
 def names_imported(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and modules that a file imports, of any package."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -212,12 +211,13 @@ def test_pure_files_know_no_ranks_and_no_device() -> None:
 
 
 def test_a_file_says_what_it_owns() -> None:
-    assert_none(place(path, 1) for path, tree in TREES.items() if tree.body and not ast.get_docstring(tree))
+    trees = ((path, tree_of(path)) for path in FILES)
+    assert_none(place(path, 1) for path, tree in trees if tree.body and not ast.get_docstring(tree))
 
 
 def shared_state(path: Path) -> Iterator[str]:
     """What could change in a module or a class while a program runs."""
-    tree = TREES[path]
+    tree = tree_of(path)
     yield from (f"{place(path, node.lineno)}: global" for node in ast.walk(tree) if isinstance(node, ast.Global))
     mutable = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
     bodies = [(tree.body, "")]
@@ -378,7 +378,7 @@ def test_a_chunk_is_written_by_nobody_and_its_weights_and_gradients_by_one_file_
     found = [
         f"{place(path, node.lineno)}: sets {target.value.id}.{target.attr}"
         for path in FILES
-        for node in ast.walk(TREES[path])
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for targets in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for target in ast.walk(targets)
@@ -399,7 +399,7 @@ def test_nobody_reaches_through_a_shard() -> None:
         imports += [
             f"{place(path, line)}: imports {part}" for line, part in imports_of(path) if part in PARTS_OF_A_SHARD
         ]
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else ast.unparse(node.value)
                 reaches += [f"{place(path, node.lineno)}: reads {owner}.{node.attr}"] * (owner == "shard")
@@ -408,11 +408,10 @@ def test_nobody_reaches_through_a_shard() -> None:
 
 def test_assertions_on_all_of_something_look_at_something() -> None:
     """`all(...)` holds for an empty list: tests use `every` and `same_tensors` of tests/support/every.py."""
-    tests = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
     assert_none(
         place(path, call.lineno)
-        for path, tree in tests.items()
-        for statement in ast.walk(tree)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for statement in ast.walk(tree_of(path))
         if isinstance(statement, ast.Assert)
         for call in ast.walk(statement.test)
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "all"

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from elixir_moe import torch_private
 from elixir_moe.errors import ConfigError, TorchVersionError
 from tests.support.fresh import Ended, Fresh
-from tests.support.rules import assert_none
+from tests.support.rules import assert_none, tree_of
 
 PACKAGE = Path(__file__).parent.parent / "elixir_moe"
 HOME = PACKAGE / "torch_private.py"
 OTHERS = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "elixir_tools").rglob("*.py")} - {HOME})
-TREE = ast.parse(HOME.read_text())
+TREE = tree_of(HOME)
 ATTRIBUTES = torch_private.ATTRIBUTES
 IN_PLACE = {path.split(".")[1] for path in ATTRIBUTES}
 
@@ -183,9 +183,7 @@ def private_names(tree: ast.AST) -> list[str]:
 def test_no_other_file_has_private_names() -> None:
     """A name that is needed gets an alias and a reason in elixir_moe/torch_private.py."""
     assert_none(
-        f"{path.relative_to(PACKAGE.parent)}:{found}"
-        for path in OTHERS
-        for found in private_names(ast.parse(path.read_text()))
+        f"{path.relative_to(PACKAGE.parent)}:{found}" for path in OTHERS for found in private_names(tree_of(path))
     )
 
 

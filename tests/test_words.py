@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rules import ROOT, assert_none, place
+from tests.support.rules import ROOT, assert_none, place, tree_of
 
 DONE = (
     "ARCHITECTURE.md",
@@ -85,7 +85,7 @@ def used(path: Path) -> Iterator[str]:
 
 def fragments(path: Path) -> Iterator[str]:
     """The docstrings in a file, those of attributes too, that begin as none should."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
         if isinstance(text, str) and BEGINNINGS.match(text):
             yield f"{place(path, node.lineno)}: a docstring begins with {text.split()[0]!r}"

@@ -3,10 +3,18 @@
 Knows no rule; those are in tests/test_house.py, tests/test_torch_private.py and tests/test_documents.py.
 """
 
+import ast
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file, parsed once for all rules of a process; a rule only reads it."""
+    return ast.parse(path.read_text())
 
 
 def place(path: Path, line: int) -> str:
