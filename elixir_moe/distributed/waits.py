@@ -1,14 +1,12 @@
-"""The open waits of this process for other ranks, the positions of its threads, and the time that waits take.
+"""The open waits of this process for other ranks, and the time that waits take.
 
-Owns the list of open waits, the position of each thread, the numbers of collectives, and the waiting time of a step. A
-wait ends with its collective, by the timeout of torch.distributed, or because ranks wait for each other
+Owns the list of open waits, the numbers of collectives, and the waiting time of a step. A wait ends with its
+collective, by the timeout of torch.distributed, or because ranks wait for each other
 (`deadlock_of`). `watchdog` reports long waits, and ends deadlocks.
 
 The library waits for collectives only inside a `Wait`, which costs two updates of a dict.
 """
 
-import os
-import sys
 import threading
 import time
 import weakref
@@ -16,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,10 +25,6 @@ from elixir_moe.errors import ElixirError, OutOfStepError
 
 _MOST = 64
 """Most ranks that a message lists."""
-_COLLECTIVES = ("distributed_c10d.py",)
-_AROUND = ("c10d_logger.py", "contextlib.py", os.path.join("distributed", "all_ranks.py"))
-_LIBRARY = os.path.join("elixir_moe", "")
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 RULE = "every rank must call the same modules, and read the same parameters, in the same order"
 _Moment = Any
 """An event of a GPU's stream; on a CPU, seconds by the host's clock."""
@@ -49,11 +43,10 @@ class Wait:
         self.deadlock = ""
         """Which rank waits for which, if the collective can never end; else empty."""
         self.found = ""
-        """Positions of the other ranks, once the wait has lasted for a period."""
+        """The waits of the other ranks, once this one has lasted for a second or failed."""
         self.begun: _Moment | None = None
 
     def __enter__(self) -> None:
-        WAITS.begun += 1
         WAITS.open[threading.get_ident()] = self
         if WAITS.timer is not None:
             self.begun = WAITS.timer.begun()
@@ -63,7 +56,8 @@ class Wait:
         if self.begun is not None and WAITS.timer is not None and error is None:
             WAITS.timer.ended(self.begun)
         if isinstance(error, RuntimeError):
-            self.deadlock = self.deadlock or WAITS.find_deadlock(self)
+            if not self.deadlock:
+                WAITS.ask_others(self)
             if self.deadlock:
                 raise OutOfStepError(self.deadlock) from error
             raise ElixirError(
@@ -159,13 +153,12 @@ class Turn:
 
 
 class Issued:
-    """Counts the collectives that a rank has issued in one communicator, for messages while the communicator lives."""
+    """Counts the collectives that a rank has issued in one communicator."""
 
     def __init__(self, ranks: Sequence[int], end: Callable[[], None]) -> None:
         """`end`: as for `Series`."""
         self.over = f"over {named(ranks)}"
         self._gathers, self._reductions = (Series(kind, ranks, end) for kind in ("gathers", "reductions"))
-        WAITS.issued = (*(known for known in WAITS.issued if known() is not None), weakref.ref(self))
 
     def gather(self, of: str) -> tuple[str, Turn]:
         """Counts a gather; returns its description and its number."""
@@ -177,17 +170,15 @@ class Issued:
         turn = self._reductions.next()
         return f"reduction {turn.number} {self.over}, that of {of}", turn
 
-    def __str__(self) -> str:
-        return f"{self._gathers.issued} gathers and {self._reductions.issued} reductions {self.over} issued"
-
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """The wait of a rank in a collective of a series, as reported to the other ranks."""
+    """The wait of a rank, as reported to the other ranks."""
 
     what: str
     ranks: Sequence[int]
     series: str
+    """That of its collective; empty if it is in none, and the wait is in no deadlock."""
     number: int
     issued: Mapping[str, int]
     """{series: number of collectives that this rank has issued}."""
@@ -222,73 +213,6 @@ def deadlock_of(mine: int, standing: Mapping[int, RankWait]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The position of a thread."""
-
-    waiting: bool
-    """The thread is in a collective."""
-    what: str
-    """The name of the collective, or the line of code."""
-
-    def __str__(self) -> str:
-        return f"{'in' if self.waiting else 'at'} {self.what}"
-
-
-def training_position() -> Position:
-    """The position of the training: that of the main thread, or of a thread on which autograd runs its backward.
-
-    On a GPU, autograd runs backward on threads of its own while the main thread waits. They are found while they run
-    hooks of the library: Python has not started them, so their stacks do not begin in `threading`.
-    """
-    main = threading.main_thread().ident
-    frames = _frames()
-    others = [thread for thread, frame in frames.items() if thread != main and _is_autograd(frame)]
-    places = [_position_of(frames.get(thread), WAITS.open.get(thread)) for thread in others]
-    return next((place for place in places if place.waiting), next(iter(places), thread_position(main)))
-
-
-def _frames() -> dict[int, FrameType]:
-    """The frames of the other threads.
-
-    The frame of this thread would refer to the result and so form a cycle, which would keep the tensors of all frames
-    alive until the next garbage collection.
-    """
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return frames
-
-
-def _is_autograd(frame: FrameType) -> bool:
-    names = [frame.f_code.co_filename]
-    while frame.f_back is not None:
-        frame = frame.f_back
-        names.append(frame.f_code.co_filename)
-    return not names[-1].endswith("threading.py") and any(_LIBRARY in name for name in names)
-
-
-def thread_position(thread: int | None) -> Position:
-    """The collective in which a thread waits, or its innermost line outside of installed packages, from its stack."""
-    return _position_of(sys._current_frames().get(thread or 0), WAITS.open.get(thread or 0))
-
-
-def _position_of(frame: FrameType | None, wait: Wait | None) -> Position:
-    line = "no line of Python"
-    function = ""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith(_COLLECTIVES):
-            function = code.co_name
-        elif function and not code.co_filename.endswith(_AROUND):
-            return Position(True, f"{function}, called in {_where(frame)}")
-        elif wait is not None and not function:
-            return Position(True, wait.what)
-        elif "site-packages" not in code.co_filename and "<" not in code.co_filename:
-            return Position(False, _where(frame))
-        frame = frame.f_back
-    return Position(bool(function), function or line)
-
-
 def named(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 1``, or the first of many."""
     more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
@@ -299,11 +223,8 @@ class Waits:
     """The current waits of this process."""
 
     def __init__(self) -> None:
-        self.begun = 0
-        """Number of waits begun so far."""
         self.open: dict[int, Wait] = {}
         """The open wait of each thread."""
-        self.issued: tuple[weakref.ref[Issued], ...] = ()
         self.series: tuple[weakref.ref[Series], ...] = ()
         self.exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Series] = weakref.WeakKeyDictionary()
         """The exchanges of tokens over each process group."""
@@ -311,45 +232,21 @@ class Waits:
         """The threads that have called wrapped models."""
         self.made: Counter[str] = Counter()
         """{kind and ranks: number of series made}."""
-        self.find_deadlock: Callable[[Wait], str] = lambda wait: ""
-        """Asks the other ranks whether a wait that has failed could never have ended; set by `watchdog`."""
+        self.ask_others: Callable[[Wait], None] = lambda wait: None
+        """Notes in a wait what the other ranks wait for, and whether it can never end; set by `watchdog`."""
         self.timer: BusyTime | None = None
         """The measurement in progress, if any."""
 
     def rank_wait(self, wait: Wait, world: int) -> RankWait | None:
-        """Describes a wait in a collective of a series for the other ranks; None for any other wait.
+        """Describes a wait for the other ranks.
 
-        None also if several threads train, each its own model: a wait of one does not block the others.
+        None if several threads train, each its own model: a wait of one does not block the others.
         """
-        if wait.turn is None or len(self.callers) > 1:
+        if len(self.callers) > 1:
             return None
         issued = {series.name: series.issued for known in self.series if (series := known()) is not None}
-        ranks = list(wait.ranks or range(world))
-        return RankWait(wait.what, ranks, wait.turn.series.name, wait.turn.number, issued)
+        name, number = ("", 0) if wait.turn is None else (wait.turn.series.name, wait.turn.number)
+        return RankWait(wait.what, list(wait.ranks or range(world)), name, number, issued)
 
 
 WAITS = Waits()
-
-
-def describe_waits() -> str:
-    """Describes the open waits of all threads, or else the position of the training, and the collectives issued."""
-    waits, frames = list(WAITS.open.items()), _frames()
-    places = [f"in {wait.what}{_caller(frames.get(thread))}" for thread, wait in waits] or [str(training_position())]
-    counts = [str(issued) for known in WAITS.issued if (issued := known()) is not None]
-    return ", ".join(places) + (f", with {', '.join(counts)}" if counts else "")
-
-
-def _caller(frame: FrameType | None) -> str:
-    """The innermost line outside of this library and of installed packages."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if "site-packages" not in name and "<" not in name and not name.startswith(_PACKAGE):
-            return f", called in {_where(frame)}"
-        frame = frame.f_back
-    return ""
-
-
-def _where(frame: FrameType) -> str:
-    name = frame.f_code.co_filename
-    short = name[name.rindex(_LIBRARY) :] if _LIBRARY in name else os.path.basename(name)
-    return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,16 +1,12 @@
 """The thread of a process that watches its waits for other ranks.
 
-Owns the thread, the reports that ranks exchange outside their collectives, and the warnings of long waits. It uses the
+Owns the thread, the waits that ranks report outside their collectives, and the warnings of long waits. It uses the
 rendezvous store of torch.distributed, never a process group, which may hang. No result depends on the clock here: a
 wait is ended by the timeout of torch.distributed, or because ranks wait for each other.
 
-    look      reports the position of this rank; reads a stack only if no wait has begun since the last look
-    warning   once, about a wait that has lasted for a period (`ELIXIR_WAIT_SECONDS`), with the positions of the other
-              ranks; if the wait fails, its error contains them too
-    deadlock  a rank that has waited for a second in a numbered collective (`Series`) reports it. If ranks wait for each
-              other (`deadlock_of`), each ends its own wait with an OutOfStepError
-
-A stopped or dead process stops reporting; a rank in an endless loop continues, and its reports show its position.
+A rank that has waited for a second reports its wait, and reads those of the others. If ranks wait for each other
+(`deadlock_of`), each ends its own wait with an OutOfStepError. A wait that lasts for a period (`ELIXIR_WAIT_SECONDS`)
+causes a warning with the waits of the other ranks, once; if it fails, its error contains them too.
 """
 
 import atexit
@@ -21,7 +17,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from elixir_moe.distributed.waits import RULE, WAITS, RankWait, Wait, deadlock_of, describe_waits, named
+from elixir_moe.distributed.waits import RULE, WAITS, RankWait, Wait, deadlock_of, named
 from elixir_moe.errors import ConfigError
 from elixir_moe.torch_private import default_store
 
@@ -39,14 +35,13 @@ PERIOD = "ELIXIR_WAIT_SECONDS"
 """The environment variable for the period: seconds after which a waiting rank warns."""
 _DEFAULT_SECONDS = "30"
 _LOOKS = 4
-"""Looks in a period; several, so that ranks have reported their positions before a waiting rank reads them."""
+"""Looks in a period; several, so that ranks have reported their waits before a waiting rank reads them."""
 _STANDING_SECONDS = 1.0
-"""Time after which a rank checks whether its wait can end."""
+"""Time after which a rank reports its wait, and checks whether it can end."""
 _ANSWER_SECONDS = 2.0
 """Longest wait for the store."""
 _MOST = 64
-"""Most ranks whose positions are read for a warning."""
-_AT_WORK = "at work"
+"""Most ranks whose waits are read."""
 T = TypeVar("T")
 
 
@@ -68,17 +63,8 @@ def watch() -> None:
         )
     if dist.is_initialized() and dist.get_world_size() > 1:
         _THREAD.seconds = seconds
-        WAITS.find_deadlock = _THREAD.find_deadlock
+        WAITS.ask_others = _THREAD.ask_others
         _THREAD.start()
-
-
-def last_seen(ranks: Sequence[int]) -> dict[int, str]:
-    """Returns the last reported position of each rank that has reported one. Takes 2 s at most."""
-    try:
-        reports = [] if (line := _THREAD.line) is None else line.reports(ranks)
-    except (RuntimeError, TimeoutError):  # the store, or its host, is gone
-        reports = []
-    return {rank: report.partition(" ")[2] for rank, report in zip(ranks, reports, strict=False) if report}
 
 
 class _Line:
@@ -114,14 +100,6 @@ class _Line:
                 self._open = answer
             raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s") from None
 
-    def report(self, place: str) -> None:
-        """Reports the position of this rank; each report is different, so that others see that it lives."""
-        self.ask(lambda store: store.set(f"{self._name} {self.rank}", f"{time.monotonic_ns()} {place}"))
-
-    def reports(self, ranks: Sequence[int]) -> list[str]:
-        """Returns the last report of each rank; empty if there is none."""
-        return self.ask(lambda store: [_value(store, f"{self._name} {rank}") for rank in ranks])
-
     def exchange_waits(self, wait: RankWait) -> dict[int, RankWait]:
         """Reports the wait of this rank; returns the waits that the ranks have reported."""
         ranks = sorted({*wait.ranks[:_MOST], *range(min(self.ranks, _MOST))})
@@ -156,7 +134,7 @@ def _value(store: Any, key: str) -> str:
 
 
 class _Thread:
-    """The thread that reports the position of this rank, warns of long waits and ends deadlocks."""
+    """The thread that reports the waits of this rank, warns of long ones and ends deadlocks."""
 
     def __init__(self) -> None:
         self.seconds = math.inf
@@ -169,11 +147,9 @@ class _Thread:
         """A weak reference to the store of the line, which ends with torch.distributed."""
         self._since: dict[Wait, float] = {}
         """The time at which each open wait was first seen."""
-        self._begun = -1
-        """`WAITS.begun` at the last look."""
-        self._stood: set[Wait] = set()
-        """The waits that were open a second ago."""
-        self._told: Wait | None = None
+        self._warned: Wait | None = None
+        """The last wait that caused a warning."""
+        self._reported: Wait | None = None
         """The wait of this rank that was reported to the others."""
 
     def start(self) -> None:
@@ -189,61 +165,45 @@ class _Thread:
         self._thread.join(2 * _ANSWER_SECONDS)
 
     def _watch(self) -> None:
-        looked = time.monotonic()
         while not self._closing.wait(min(self.seconds / _LOOKS, _STANDING_SECONDS)):
             self._connect()
-            if self.line is None:
-                continue
-            self._end_deadlocks()
-            if time.monotonic() - looked >= self.seconds / _LOOKS:
-                looked = time.monotonic()
-                self._look()
+            if self.line is not None:
+                self._look(self.line)
 
-    def _end_deadlocks(self) -> None:
-        """Ends the waits that can never end, once they have lasted for a second."""
-        stood, self._stood = self._stood, set(list(WAITS.open.values()))
-        told = self._told
-        if told is not None and told not in self._stood and not told.deadlock and self.line is not None:
-            with suppress(RuntimeError, TimeoutError):  # as below
-                self.line.end_wait()
-                self._told = None
-        for wait in self._stood & stood:
-            wait.deadlock = wait.deadlock or self.find_deadlock(wait)
+    def _look(self, line: _Line) -> None:
+        now = time.monotonic()
+        self._since = {wait: self._since.get(wait, now) for wait in list(WAITS.open.values())}
+        reported = self._reported
+        if reported is not None and reported not in self._since and not reported.deadlock:
+            with suppress(RuntimeError, TimeoutError):  # the store, or its host, is gone
+                line.end_wait()
+                self._reported = None
+        for wait, since in self._since.items():
+            if since == now:
+                continue
+            if not wait.deadlock:
+                self.ask_others(wait)
             if wait.deadlock and wait.turn is not None and wait in WAITS.open.values():
                 wait.turn.series.end()
+            elif now - since >= self.seconds and wait is not self._warned and wait in WAITS.open.values():
+                self._warned = wait
+                warnings.warn(
+                    f"rank {line.rank} has waited for {self.seconds:g} s in {wait.what}. {wait.found}It continues to "
+                    f"wait until the timeout of torch.distributed: {RULE}",
+                    stacklevel=1,
+                )
 
-    def find_deadlock(self, wait: Wait) -> str:
-        """Explains why a wait can never end; empty if it may. Takes 2 s at most."""
+    def ask_others(self, wait: Wait) -> None:
+        """Notes in a wait what the other ranks wait for, and why it can never end, if so. Takes 2 s at most."""
         line = self.line
         mine = None if line is None else WAITS.rank_wait(wait, line.ranks)
         if line is None or mine is None:
-            return ""
-        try:
-            self._told = wait
-            return deadlock_of(line.rank, line.exchange_waits(mine))
-        except (RuntimeError, TimeoutError):  # the store, or its host, is gone
-            return ""
-
-    def _look(self) -> None:
-        assert self.line is not None
-        begun, self._begun = self._begun, WAITS.begun
-        # Only for a rank that makes no progress: reading a stack keeps its tensors in use meanwhile, and a block in use
-        # is replaced by new memory.
-        place = describe_waits() if begun == self._begun else _AT_WORK
-        with suppress(RuntimeError, TimeoutError):  # the store's host has ended, or hangs
-            self.line.report(place)
-        now = time.monotonic()
-        self._since = {wait: self._since.get(wait, now) for wait in list(WAITS.open.values())}
-        for wait, since in self._since.items():
-            if now - since >= self.seconds:
-                told, wait.found = bool(wait.found), f"Last seen: {_others(wait, self.line)}. "
-                if not told and wait in WAITS.open.values():
-                    warnings.warn(
-                        f"rank {self.line.rank} has waited for {self.seconds:g} s "
-                        f"{f'in {wait.what}' if place == _AT_WORK else place}. {wait.found}It continues to wait until "
-                        f"the timeout of torch.distributed: {RULE}",
-                        stacklevel=1,
-                    )
+            return
+        with suppress(RuntimeError, TimeoutError):  # the store, or its host, is gone
+            self._reported = wait
+            standing = line.exchange_waits(mine)
+            wait.deadlock = deadlock_of(line.rank, standing)
+            wait.found = others_in_words(mine, line.rank, standing)
 
     def _connect(self) -> None:
         """Connects to the store of torch.distributed, and reconnects after it was restarted."""
@@ -264,9 +224,10 @@ class _Thread:
 _THREAD = _Thread()
 
 
-def _others(wait: Wait, line: _Line) -> str:
-    others = [rank for rank in wait.ranks or range(line.ranks) if rank != line.rank][:_MOST]
-    heard, by_place = last_seen(others), dict[str, list[int]]()
-    for rank in others:
-        by_place.setdefault(heard.get(rank, "nowhere yet"), []).append(rank)
-    return "; ".join(f"{named(at)} {place}" for place, at in by_place.items())
+def others_in_words(mine: RankWait, rank: int, standing: Mapping[int, RankWait]) -> str:
+    """The waits of the ranks that `mine` waits for, in words."""
+    by_wait = dict[str, list[int]]()
+    for other in [other for other in mine.ranks if other != rank][:_MOST]:
+        what = f"in {standing[other].what}" if other in standing else "no wait of the library"
+        by_wait.setdefault(what, []).append(other)
+    return "".join(f"Reported by {named(ranks)}: {what}. " for what, ranks in by_wait.items())

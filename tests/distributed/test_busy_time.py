@@ -1,80 +1,15 @@
-"""Where a rank is while autograd works for it on another thread, and how long it is busy although all ranks wait."""
+"""How long a rank is busy although all ranks wait."""
 
-import _thread
-import gc
 import threading
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.distributed.waits import BusyTime, Wait, thread_position, training_position
+from elixir_moe.distributed.waits import BusyTime, Wait
 
 CUDA = torch.device("cuda", 0)
-
-
-class Hook:
-    """A backward as on a GPU: on a thread that Python has not started as one of its own, while the main one waits."""
-
-    def __init__(self, *, in_a_wait: bool) -> None:
-        self._in_a_wait = in_a_wait
-        self._running, self._ended = threading.Event(), threading.Event()
-        self._done = _thread.allocate_lock()  # to be waited for in the hook's own line
-        self._done.acquire()
-
-    def __enter__(self) -> None:
-        _thread.start_new_thread(Work(finish=self._run).wait, ())  # `Work.wait` is a line of the library
-        assert self._running.wait(60)
-
-    def __exit__(self, *_: object) -> None:
-        self._done.release()
-        assert self._ended.wait(60)
-
-    def _run(self) -> None:
-        if self._in_a_wait:
-            with Wait("a reduction over ranks 0, 1"):
-                self._stand()
-        else:
-            self._stand()
-        self._ended.set()
-
-    def _stand(self) -> None:
-        self._running.set()
-        self._done.acquire(timeout=60)
-
-
-def test_a_collective_of_a_backward_on_another_thread_is_a_wait() -> None:
-    main = threading.main_thread().ident
-    with Hook(in_a_wait=True):
-        place = training_position()
-        assert (place.waiting, place.what) == (True, "a reduction over ranks 0, 1")
-        assert not thread_position(main).waiting
-    assert not training_position().waiting
-
-
-def test_a_backward_on_another_thread_is_where_the_rank_is() -> None:
-    with Hook(in_a_wait=False):
-        place = training_position()
-        assert not place.waiting and "_stand" in place.what
-    assert "_stand" not in training_position().what
-
-
-def test_threads_that_save_or_watch_are_not_the_training() -> None:
-    work, running, done = Work(finish=lambda: None), threading.Event(), threading.Event()
-
-    def stand() -> None:
-        running.set()
-        assert done.wait(60)
-
-    work._finish = stand
-    thread = threading.Thread(target=work.wait)
-    thread.start()
-    assert running.wait(60)
-    assert "stand" not in training_position().what
-    done.set()
-    thread.join()
 
 
 class Stream:
@@ -175,22 +110,3 @@ def test_on_a_cpu_the_waits_of_the_thread_that_works_do_not_count(monkeypatch: p
     saving.join()
     assert timer.stop() == 8.0
     wait(1.0)
-
-
-def test_a_look_at_the_threads_keeps_none_of_their_tensors() -> None:
-    """A frame that outlives its function keeps its locals: activations, if the thread runs a forward."""
-
-    def forward() -> weakref.ref[torch.Tensor]:
-        activation = torch.ones(3)
-        watchdog = threading.Thread(target=training_position)
-        watchdog.start()
-        watchdog.join()
-        return weakref.ref(activation)
-
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        assert forward()() is None
-    finally:
-        if collects:
-            gc.enable()

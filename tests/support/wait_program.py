@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_moe as em
-from elixir_moe.distributed.watchdog import last_seen
 
 D = 8
 
@@ -86,12 +85,6 @@ class Session:
         """A collective of torch's own, as a loop has it between its phases."""
         dist.barrier()
         return "passed"
-
-    def until(self, rank: str, text: str) -> str:
-        """Where `rank` has said it is, as soon as that has `text` in it."""
-        while text not in (place := last_seen([int(rank)]).get(int(rank), "")):
-            pass
-        return place
 
 
 def main() -> None:
