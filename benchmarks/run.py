@@ -77,7 +77,9 @@ def _own_extensions(folder: Path) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="elixir-moe bench", description="Step times against the peers, as ratios.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Step times against the peers, as ratios."
+    )
     parser.add_argument("--out", default="build/bench.json", help="the JSON; the table goes next to it as .md")
     parser.add_argument("--rounds", type=_at_least_1, help="rounds of each row (9)")
     parser.add_argument("--steps", type=_at_least_1, help="steps of each contender in a round (1)")

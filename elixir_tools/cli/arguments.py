@@ -89,7 +89,6 @@ def parser_of(settings_help: str | None) -> Parser:
         "--activations", action="store_true", help="also how outputs of layers are distributed (run.activations)"
     )
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page about the runs, as one file")
-    add("bench", help="step times next to the peers', in a checkout of the project", add_help=False)
     export = add(
         "export",
         help="write the adapters of a fine-tuning, or merge them into their base",

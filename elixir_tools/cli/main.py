@@ -73,7 +73,7 @@ def _run(arguments: Sequence[str]) -> int:
     known, rest = parser.parse_known_args(arguments)
     if rest and arguments[0].startswith("-"):
         parser.error(f"{arguments[0]} stands before {known.verb}: write options after the verb")
-    if rest and known.verb not in ("train", "bench", *TRAINERS):
+    if rest and known.verb not in ("train", *TRAINERS):
         words = [word.partition("=")[0] for word in rest if word.startswith("-")]
         hint = did_you_mean(words[0], known.parser.options()) if words else ""
         known.parser.error(f"unknown arguments {' '.join(rest)}{hint and f'; {hint}'}")

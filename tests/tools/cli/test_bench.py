@@ -8,7 +8,6 @@ import pytest
 import torch.multiprocessing as mp
 
 from benchmarks.run import main as measure
-from elixir_tools.cli.main import main
 from tests.support.cases import with_further
 from tests.support.every import every
 from tests.support.ranks import prepare_server
@@ -92,15 +91,6 @@ def test_what_is_wrong_is_told_before_anything_is_measured(
     with pytest.raises(SystemExit) as ended:
         measure(wrong)
     assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_the_command_runs_them_and_only_refuses_a_name_that_no_row_has(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "--quick", "--only", "zero7", "--out", str(tmp_path / "bench.json")]) == 2
-    said = capfd.readouterr().err
-    assert "zero7" in said and "DDP" in said
-    assert not list(tmp_path.iterdir())
 
 
 def test_contenders_that_do_other_work_are_not_compared() -> None:

@@ -228,7 +228,7 @@ def test_no_verb_and_a_wrong_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'trian'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["--json env", "-v train --run.out x", "--trace bench --quick"])
+@pytest.mark.parametrize("arguments", ["--json env", "-v train --run.out x", "--trace check --quiet"])
 def test_an_option_before_the_verb_is_told_its_place(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     option, verb, *_ = arguments.split()
     assert main(arguments.split()) == 2
