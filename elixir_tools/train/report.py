@@ -5,7 +5,7 @@ Owns what is shown. `report.records` has the files. Only rank 0 has a `Report`. 
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,22 +14,14 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from safetensors.torch import save_file
 
 from elixir_moe import Inspection
-from elixir_moe.ext.plans import seconds_text, size_text
+from elixir_moe.ext.plans import seconds_text
 from elixir_tools.report.history import losses_of
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text
 from elixir_tools.train.config import RunConfig
 
-_COLUMNS = {
-    "chunk_group": "chunk group",
-    "resident": "stays gathered",
-    "numel": "elements",
-    "shard_bytes": "state bytes",
-}
-"""Heads of the columns that are not called as in `inspect`."""
 __all__ = ["Console", "Report"]
 
 
@@ -95,7 +87,7 @@ class Report(RunFiles):
         more = "" if self._details else "; --details shows the plan"
         self.say(f"memory      of a rank: {planned_text(facts['planned_bytes'])}{more}")
         if self._details:
-            self._show(found.rows)
+            self.say(str(found))
             if found.plan.explanation:
                 self.say(found.plan.explanation)
         changed = self.plan(found.plan.to_json(), facts)
@@ -114,15 +106,6 @@ class Report(RunFiles):
         learned = "; the next start plans with what was measured" * prediction.is_off
         expected = f"{seconds_text(prediction.step_seconds)} were predicted"
         self.say(f"time        {seconds_text(prediction.measured_seconds)} a step; {expected}{learned}")
-
-    def _show(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The state as a table, one row per chunk group."""
-        table = Table(title="state on rank 0, by chunk group", title_justify="left", box=None, padding=(0, 1, 0, 0))
-        for name, value in rows[0].items() if rows else ():
-            table.add_column(_COLUMNS.get(name, name), justify="right" if type(value) is int else "left")
-        for row in rows:
-            table.add_row(*(size_text(v) if name == "shard_bytes" else _cell(v) for name, v in row.items()))
-        self._console.print(table)
 
     def step(self, record: StepRecord) -> dict[str, Any]:
         """Records a step, and shows it if due; returns the record as plain data."""
@@ -169,7 +152,7 @@ class Report(RunFiles):
             f"files in {summary.out}"
         )
         if summary.prediction is not None:
-            self.say(_beside(summary.prediction) if self._details else _step_beside(summary.prediction))
+            self.say(_compared(summary.prediction, details=self._details))
 
     def _write_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         # Copies, since safetensors refuses tensors that share memory, such as tied weights under two names.
@@ -189,28 +172,15 @@ class Report(RunFiles):
         return line
 
 
-def _step_beside(prediction: dict[str, Any]) -> str:
-    """The predicted and the measured time of a step."""
+def _compared(prediction: dict[str, Any], *, details: bool) -> str:
+    """The predicted and the measured time of a step; with `details` also the bytes that the library holds."""
     expected, took = prediction["predicted_step_seconds"], prediction["measured_step_seconds"]
     if took is None:
-        return f"a step was predicted to take {seconds_text(expected)}; there were too few to compare"
-    return f"a step took {seconds_text(took)}, predicted {seconds_text(expected)}"
-
-
-def _beside(prediction: dict[str, Any]) -> str:
-    """A table of predicted and measured values."""
-    lines = [f"{'':24} {'predicted':>14} {'measured':>14}"]
-    took = prediction["measured_step_seconds"]
-    shown = "too few steps" if took is None else seconds_text(took)
-    lines.append(f"{'a step':24} {seconds_text(prediction['predicted_step_seconds']):>14} {shown:>14}")
-    for tier in ("device", "host", "disk"):
-        expected, held = prediction[f"predicted_{tier}_bytes"], prediction[f"held_{tier}_bytes"]
-        lines.append(f"{f'bytes held, {tier}':24} {expected:>14,} {held:>14,}")
-    return "\n".join(lines)
-
-
-def _cell(value: object) -> str:
-    """A value of the plan's table."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        said = f"a step was predicted to take {seconds_text(expected)}; there were too few to compare"
+    else:
+        said = f"a step took {seconds_text(took)}, predicted {seconds_text(expected)}"
+    tiers = [
+        f"{tier} {prediction[f'held_{tier}_bytes']:,}, predicted {prediction[f'predicted_{tier}_bytes']:,}"
+        for tier in ("device", "host", "disk")
+    ]
+    return f"{said}\nbytes held: {'; '.join(tiers)}" if details else said

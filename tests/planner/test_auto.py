@@ -537,7 +537,7 @@ def test_training_prints_predicted_beside_measured(tmp_path: Path) -> None:
     found = json.loads(done.stdout)["prediction"]
     assert found["held_device_bytes"] == found["predicted_device_bytes"] > 0
     assert found["measured_step_seconds"] > 0 and found["predicted_step_seconds"] > 0
-    assert "predicted       measured" in done.stderr and "U_allowed" in done.stderr
+    assert "bytes held: device" in done.stderr and "U_allowed" in done.stderr
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["scatter"] is True
 
 
