@@ -119,8 +119,6 @@ class RunFiles:
         self._directory, self._say = directory, say
         self._unwritten: set[str] = set()
         """Files that could not be written, which was reported."""
-        self.kept: list[dict[str, Any]] = []
-        """The records of the steps before those of this start."""
         self._planned: dict[str, int] = {}
         """By tier: bytes that the plan foresees."""
         self._go_back(done)
@@ -145,9 +143,8 @@ class RunFiles:
 
     def _go_back(self, step: int) -> None:
         path = self._directory / "metrics.jsonl"
-        found = [(line, record) for line, record in records_of(path) if record["step"] <= step]
-        self.write("metrics.jsonl", "".join(line for line, _ in found))
-        self.kept = [record for _, record in found]
+        kept = [line for line, record in records_of(path) if record["step"] <= step]
+        self.write("metrics.jsonl", "".join(kept))
         self._metrics = path.open("a", encoding="utf-8")
 
     def event(self, step: int, kind: str, text: str) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from elixir_moe import Inspection
 from elixir_moe.ext.plans import seconds_text
-from elixir_tools.report.history import losses_of
+from elixir_tools.report.history import losses_of, records_of
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text
 from elixir_tools.train.config import RunConfig
 
@@ -42,7 +42,6 @@ class Report(RunFiles):
         self._console, self._run, self.bigram_loss, self._details = console, run, bigram_loss, details
         self._first, self._compared = done + 1, False
         super().__init__(directory, self.say, done=done)
-        self._train_losses, self._val_losses = losses_of(self.kept)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -110,19 +109,11 @@ class Report(RunFiles):
     def step(self, record: StepRecord) -> dict[str, Any]:
         """Records a step, and shows it if due; returns the record as plain data."""
         plain = super().step(record)
-        self._train_losses.append((record.step, record.loss))
-        if record.val_loss is not None:
-            self._val_losses.append((record.step, record.val_loss))
         self._progress.update(self._task, completed=record.step, description=f"loss {record.loss:.3f}")
         due = not self._console.is_terminal and record.step % self._run.log_every == 0
         if due or record.val_loss is not None or record.step in (self._first, self._run.steps):
             self.say(self._line(record))
         return plain
-
-    def go_back(self, step: int) -> None:
-        """Drops the records of steps after `step`, which will be run again."""
-        super().go_back(step)
-        self._train_losses, self._val_losses = losses_of(self.kept)
 
     def end(self, summary: Summary) -> None:
         """Writes the summary, the last file of a run: with it, the same command has nothing left to do."""
@@ -137,8 +128,9 @@ class Report(RunFiles):
         if weights:
             self._write_weights(weights)
         title = f"{summary.out}: {summary.parameters:,} parameters, ranks: {summary.ranks}"
-        if self._train_losses:  # none where a checkpoint from elsewhere has all steps
-            draw_losses(self._directory / "loss.png", title, self._train_losses, self._val_losses, self.bigram_loss)
+        losses = losses_of(record for _, record in records_of(self._directory / "metrics.jsonl"))
+        if losses[0]:  # none where a checkpoint from elsewhere has all steps
+            draw_losses(self._directory / "loss.png", title, *losses, self.bigram_loss)
         verdict = ""
         if summary.bigram_loss is not None:
             below = "below" if summary.val_loss < summary.bigram_loss else "not below"
