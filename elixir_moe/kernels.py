@@ -564,11 +564,11 @@ def _torch_step(
 
 
 def triton_on(device: torch.device, trial: Callable[[ModuleType], object], instead: str) -> ModuleType | None:
-    """Returns the kernels in Triton if `trial` of one runs on `device`: on its first use, Triton needs a C compiler.
+    """Returns the kernels in Triton if they are for `device` and `trial` of one runs there.
 
-    If the trial fails, warns that `instead` happens.
+    On its first use, Triton needs a C compiler. If the trial fails, warns that `instead` happens.
     """
-    if not has_triton():
+    if not (runs_triton(device) and has_triton()):
         return None
     try:
         from elixir_moe import triton_kernels
@@ -582,22 +582,17 @@ def triton_on(device: torch.device, trial: Callable[[ModuleType], object], inste
     return triton_kernels
 
 
-def _adam_in_triton(device: torch.device) -> ModuleType | None:
-    """Returns the kernels in Triton if they can update shards on this device."""
-    return _adam_tried_on(device) if runs_triton(device) else None
-
-
 @cache
-def _adam_tried_on(device: torch.device) -> ModuleType | None:
+def _adam_in_triton(device: torch.device) -> ModuleType | None:
     """Returns the kernels in Triton if a step in bf16, the most frequent one, runs on `device`."""
-    arrays = [torch.zeros(16, device=device) for _ in range(3)]
-    grad = torch.zeros(16, device=device, dtype=torch.bfloat16)
-    settings = _complete({"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1})
-    return triton_on(
-        device,
-        lambda triton: triton.adam_step(*arrays, grad, grad, skip=None, **settings),
-        "torch's fused kernel updates weights there, with casts before and after it",
-    )
+
+    def step(triton: ModuleType) -> None:
+        arrays = [torch.zeros(16, device=device) for _ in range(3)]
+        grad = torch.zeros(16, device=device, dtype=torch.bfloat16)
+        settings = _complete({"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "step": 1})
+        triton.adam_step(*arrays, grad, grad, skip=None, **settings)
+
+    return triton_on(device, step, "torch's fused kernel updates weights there, with casts before and after it")
 
 
 def fuses(device: torch.device) -> bool:

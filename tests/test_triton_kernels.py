@@ -164,7 +164,7 @@ def updated_in_place() -> list[Tensor]:
     return shard.wholes
 
 
-@pytest.mark.parametrize("choose", [decoders._triton_on.__wrapped__, kernels._adam_tried_on.__wrapped__])
+@pytest.mark.parametrize("choose", [decoders._triton_on.__wrapped__, kernels._adam_in_triton.__wrapped__])
 @pytest.mark.parametrize("fails", [False, True])
 def test_triton_is_chosen_once_it_has_run(
     choose: Callable[[torch.device], Any], fails: bool, monkeypatch: pytest.MonkeyPatch, recwarn: Any
@@ -179,6 +179,9 @@ def test_triton_is_chosen_once_it_has_run(
 
     fake = SimpleNamespace(decode_octets=run, adam_step=run, __spec__=sys)  # a spec, by which it counts as imported
     monkeypatch.setitem(sys.modules, "elixir_moe.triton_kernels", fake)
+    monkeypatch.setattr(kernels, "has_triton", lambda: True)
+    assert choose(torch.device("cpu")) is None and not tried, "its kernels are not for a CPU"
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: True)
     monkeypatch.setattr(kernels, "has_triton", lambda: False)
     assert choose(torch.device("cpu")) is None and not recwarn and not tried
     monkeypatch.setattr(kernels, "has_triton", lambda: True)

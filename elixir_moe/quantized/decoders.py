@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from elixir_moe.accelerator import runs_triton
 from elixir_moe.kernels import TORCH_SLICE_NUMEL, triton_on
 from elixir_moe.native import native as _native
 
@@ -157,7 +156,7 @@ def _check_shape(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
 
 def decodes_in_one_pass(device: torch.device) -> bool:
     """Whether a kernel decodes on this device in one pass, instead of torch's operators."""
-    return device.type == "cpu" or (runs_triton(device) and _triton_on(device) is not None)
+    return device.type == "cpu" or _triton_on(device) is not None
 
 
 def _in_host_memory(out: Tensor) -> bool:
@@ -167,19 +166,18 @@ def _in_host_memory(out: Tensor) -> bool:
 
 def _in_triton(out: Tensor) -> ModuleType | None:
     """Returns Triton's decoders if they can write to `out`; not under `torch.compile`, which makes its own kernels."""
-    on_gpu = runs_triton(out.device) and type(out) is Tensor
-    return _triton_on(out.device) if on_gpu and not torch.compiler.is_compiling() else None
+    return _triton_on(out.device) if type(out) is Tensor and not torch.compiler.is_compiling() else None
 
 
 @cache
 def _triton_on(device: torch.device) -> ModuleType | None:
     """Returns Triton's decoders if one runs on `device`."""
-    codes, scale = (torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
-    return triton_on(
-        device,
-        lambda triton: triton.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1),
-        "torch's operators decode quantized weights, to the same values",
-    )
+
+    def decode(triton: ModuleType) -> None:
+        codes, scale = (torch.zeros(1, 1, dtype=dtype, device=device) for dtype in (torch.uint8, torch.float32))
+        triton.decode_octets(codes, scale, scale, e4m3fn=True, block_rows=1, block_cols=1)
+
+    return triton_on(device, decode, "torch's operators decode quantized weights, to the same values")
 
 
 @cache

@@ -89,6 +89,6 @@ def test_triton_updates_where_it_is(device: str) -> None:
         assert kernels._adam_in_triton(torch.device("cpu")) is None and not kernels.fuses(torch.device("cpu"))
         return
     with warnings.catch_warnings(record=True, action="always") as said:
-        found = kernels._adam_tried_on.__wrapped__(torch.device(device))
+        found = kernels._adam_in_triton.__wrapped__(torch.device(device))
     assert (found is None) == (bool(said) or not has_triton()), "where it is and its first kernel runs"
     assert kernels.fuses(torch.device(device)) == (found is None)

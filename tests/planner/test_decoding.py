@@ -65,7 +65,6 @@ def test_torchs_operators_move_more_than_one_pass(scheme: str) -> None:
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_a_device_on_which_triton_decodes_reads_a_weight_once(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "runs_triton", lambda device: True)
     monkeypatch.setattr(decoders, "_triton_on", lambda device: decoders if runs else None)
     device = torch.device("meta")
     assert moved("nf4", again=False, device=device) == moved("nf4", again=False, native=runs)
