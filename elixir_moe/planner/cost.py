@@ -162,7 +162,7 @@ def traffic(
             count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
-        return sum(gathers[c.index] * (c.nbytes if c.index in shared else values_bytes(c)) for c in chunks)
+        return sum(gathers[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     record = sum(
@@ -189,6 +189,11 @@ def traffic(
     )
 
 
+def _fetched_bytes(chunk: ChunkSpec, *, shared: bool) -> int:
+    """Returns the bytes that come to the device in a gather of a chunk that is not there: all, or this rank's shard."""
+    return chunk.nbytes if shared else values_bytes(chunk)
+
+
 def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> list[float]:
     """Returns the seconds in which each chunk comes to the device; 0 for those that are there."""
     bandwidth = hardware.links(gpus).b_c2g * _GIGA
@@ -197,7 +202,7 @@ def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> 
         tier = plan.tier_of(layout, chunk)
         if tier is Tier.DEVICE:
             return 0.0
-        nbytes = chunk.nbytes if plan.shares(chunk, tier) else values_bytes(chunk)
+        nbytes = _fetched_bytes(chunk, shared=plan.shares(chunk, tier))
         read = reads_disk(chunk, tier, values_on_disk=plan.values_on_disk)
         return max(nbytes * gpus / bandwidth, hardware.disk_seconds(nbytes, 0, gpus) if read else 0.0)
 
