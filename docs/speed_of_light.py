@@ -206,8 +206,8 @@ class Predictions:
         self._asked: Callable[[int, Machine], argparse.Namespace] = lambda batch, machine: asked(
             model, way, batch, machine, folder
         )
-        self._traced: dict[tuple[int, int | None], Profile] = {}
-        self._packed: dict[tuple[int, int | None, int], Packings] = {}
+        self._traced: dict[tuple[int, int | None, bool], Profile] = {}
+        self._packed: dict[tuple[int, int | None, bool, int], Packings] = {}
         self.steps: dict[int, Step] = {}
         """By sequences of a GPU."""
 
@@ -223,16 +223,17 @@ class Predictions:
 
     def _task(self, machine: Machine, batch: int, tile_size: int | None) -> Task:
         known, hardware = self._asked(batch, machine), machine.hardware
-        if (batch, tile_size) not in self._traced:
+        key = batch, tile_size, hardware.grouped_kernel
+        if key not in self._traced:
             given = model_of(known, None)
             if tile_size is not None:
                 wider = max(p.itemsize for p in given.model.parameters()) // 2  # a tile's bytes are those of bf16
                 tile(given.model, at_most=tile_size * wider)
             single = argparse.Namespace(**vars(known) | {"gpus": 1})
             one = replace(machine, gpus=1).hardware
-            self._traced[batch, tile_size] = task_of(single, one, given, batch, SEQ).profile
-            self.steps.setdefault(batch, Step.of(self._traced[batch, tile_size]))
-        profile = self._traced[batch, tile_size].over(machine.gpus)
+            self._traced[key] = task_of(single, one, given, batch, SEQ).profile
+            self.steps.setdefault(batch, Step.of(self._traced[key]))
+        profile = self._traced[key].over(machine.gpus)
         host = hardware.host_bytes_per_rank(machine.gpus) - reserve_of(known, hardware) // machine.gpus
         capacity = hardware.gpu_bytes
         if hardware.one_memory:
@@ -241,7 +242,7 @@ class Predictions:
                     disk_bytes=hardware.disk_bytes_per_rank(machine.gpus))  # fmt: skip
 
     def _packings(self, batch: int, task: Task, tile_size: int | None) -> Packings:
-        key = batch, tile_size, task.gpus
+        key = batch, tile_size, task.hardware.grouped_kernel, task.gpus
         if key not in self._packed:
             self._packed[key] = Packings(task)
         return self._packed[key]

@@ -4,8 +4,8 @@ Owns `Hardware`, the format of its files and the messages about them. Never meas
 Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes per second, for n GPUs together.
 
 Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `one_memory`;
-`unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give the figures of single process groups where
-`by_gpus` gives those of a number of ranks; `origins`; and `mean_error`.
+`grouped_kernel`; `unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give the figures of single
+process groups where `by_gpus` gives those of a number of ranks; `origins`; and `mean_error`.
 """
 
 import json
@@ -105,6 +105,9 @@ class Hardware:
     one_memory: bool = False
     """Whether GPU and host share one memory, so that the `gpu_bytes` of a node's GPUs add up to its `cpu_bytes`. State
     can then be offloaded only to a disk."""
+    grouped_kernel: bool = False
+    """Whether a fused kernel multiplies the rows of all experts at once, on NVIDIA's GPUs of compute capability 9 and
+    10. More quantized experts are decoded at a time for it."""
     unit_us: _Speed = 60.0
     """Host time that a unit adds to a forward and its backward, in microseconds: hooks, and requests to the rCache."""
     narrow_update: _Speed = NARROW_UPDATE

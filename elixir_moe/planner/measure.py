@@ -66,7 +66,7 @@ from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.units import build_units, find_parts
 
-_FORMAT = 3
+_FORMAT = 4
 _COPY_BYTES = 1 << 26
 _ADAM_NUMEL = 1 << 23
 """Both sizes exceed the caches of a processor. A GPU copies eight times as much, since it has larger caches."""
@@ -318,6 +318,7 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
         gpu_bytes=accelerator.total_bytes(device) if on_gpu and not one_memory else each,
         cpu_bytes=each * len(neighbors),
         one_memory=one_memory,
+        grouped_kernel=accelerator.has_grouped_kernel(device),
         gpus_per_node=len(neighbors),
         peak_tflops=min(columns[0]),
         memory_bandwidth=min(columns[1]),

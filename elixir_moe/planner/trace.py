@@ -83,6 +83,7 @@ def trace(
     tokens: int | None = None,
     whole: bool = False,
     device: torch.device | None = None,
+    grouped_kernel: bool = False,
 ) -> Profile:
     """Profiles one forward and backward of ``step(model, sample)``, which returns the loss.
 
@@ -97,8 +98,9 @@ def trace(
         precision: the precision of the plan's narrow state.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
-        device: the device that will run the step; None for an accelerator that is not here, which is taken to decode
-            quantized weights by torch's operators.
+        device: the device that will run the step; None for an accelerator that is not here, on which a kernel is taken
+            to decode quantized weights in one pass.
+        grouped_kernel: `Hardware.grouped_kernel` of an accelerator that is not here.
 
     Raises:
         ConfigError: the step does not return a scalar loss, reads values of tensors, or keeps tensors outside the
@@ -113,20 +115,22 @@ def trace(
     names = Names(parts.names, [name for name, _ in model.named_parameters()])
     cuts = [] if whole else cuts_of(model)
     try:
-        recorder = Recorder(model, parts, [pair for cut in cuts for pair in cut.boundaries], scratch_bytes(device))
+        scratch = scratch_bytes(device, grouped_kernel=grouped_kernel)
+        recorder = Recorder(model, parts, [pair for cut in cuts for pair in cut.boundaries], scratch)
         events = with_all_periods(_run(recorder, model, step, sample, specs, cuts), cuts, names)
     except ConfigError:
         if not cuts:
             raise
         events = None  # the model may depend on the number of its layers
     if events is None:
-        return trace(model, step, sample, world=world, rank=rank, **dtypes, tokens=tokens, device=device, whole=True)
+        where: dict[str, Any] = {"world": world, "rank": rank, "device": device, "grouped_kernel": grouped_kernel}
+        return trace(model, step, sample, **where, **dtypes, tokens=tokens, whole=True)
     steps, costs = list(steps_of(events)), list(costs_of(events))
     order, part_specs, step_events = by_first_use(parts.specs, steps, len(listed))
     regions = regions_of(part_specs)
     kept, kept_peaks = kept_of(costs)
     on_cpu = device is not None and device.type == "cpu"
-    one_pass = device is not None and decodes_in_one_pass(device)
+    one_pass = device is None or decodes_in_one_pass(device)
     return Profile(
         params=tuple(replace(listed[i], region=regions.get(place)) for place, i in enumerate(order)),
         order=tuple(order),

@@ -67,14 +67,15 @@ def grouped_linear(
     return _GroupedLinear.apply(rows, codes, scales, groups.bounds, packed, way, again)
 
 
-def scratch_bytes(device: torch.device | None) -> int:
+def scratch_bytes(device: torch.device | None, *, grouped_kernel: bool = False) -> int:
     """Returns the most bytes of experts' weights that a product on `device` decodes at a time, or else one expert.
 
-    None stands for an accelerator that is not here.
+    None stands for an accelerator that is not here, with or without a `grouped_kernel`.
     """
     if device is not None and device.type == "cpu":
         return CPU_SCRATCH_BYTES
-    return GROUPED_SCRATCH_BYTES if device is None or has_grouped_kernel(device) else LOOP_SCRATCH_BYTES
+    fused = grouped_kernel if device is None else has_grouped_kernel(device)
+    return GROUPED_SCRATCH_BYTES if fused else LOOP_SCRATCH_BYTES
 
 
 def _experts_at_once(rows: Tensor, shape: Sequence[int]) -> int:

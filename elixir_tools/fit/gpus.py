@@ -90,6 +90,7 @@ def machine(name: str, gpus: int) -> Hardware:
         node_bandwidth=gpu["network"] if gpus > most else None,
         peer_to_peer="peer_link" in gpu or most == 1,
         one_memory=_is_one_memory(gpu),
+        grouped_kernel=gpu.get("grouped_kernel", False),
         origins=origins,
     )
 
@@ -183,6 +184,7 @@ _MEANINGS = {
     "disk_write": "1e9 bytes a second: all disks of one node",
     "peer_to_peer": "whether GPUs of a node reach each other's memory; else gathers cross the host link",
     "one_memory": "whether GPU and host have the same memory; cpu_bytes are then gpu_bytes of all GPUs of a node",
+    "grouped_kernel": "whether a fused kernel multiplies all experts at once: compute capability 9 and 10",
     "unit_us": "microseconds: host time that a unit, mostly a layer, adds to a forward and backward",
     "narrow_update": "factor: an update on the host with state in fewer bytes than fp32, over one in fp32",
     "narrow_update_on_device": "factor: the same on the device",

@@ -93,7 +93,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
             last = name.endswith("mlp.down_proj.weight") and p.requires_grad and not sizes.reads_last
             products += 2 * tokens * numel * share * (3 + p.requires_grad - last)
         if p in schemes:
-            decoded += 3 * numel * bytes_a_weight(schemes[p], dtype, native=False)
+            decoded += 3 * numel * bytes_a_weight(schemes[p], dtype, native=True)
     head_numel, head_trains = sizes.vocabulary * sizes.width, head is not None and head.requires_grad
     eager = getattr(config, "_attn_implementation", "sdpa") == "eager"
     scores = tokens * seq * sizes.heads

@@ -184,6 +184,7 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         compute_dtype=DTYPES[known.dtype],
         precision=precision,
         tokens=batch * seq,
+        grouped_kernel=hardware.grouped_kernel,
     )
     return machine_task(known, hardware, profile)
 

@@ -36,13 +36,12 @@ class Stack(nn.Module):
         return x
 
 
-def moved(scheme: str | None, *, again: bool, native: bool = False, device: torch.device | None = None) -> int:
+def moved(scheme: str | None, *, again: bool, device: torch.device | None = None) -> int:
     """Bytes moved by all operators of a step that are no products."""
     model: Any = Stack(again=again)
     if scheme is not None:
         em.quantize(model, scheme, targets="layers.*")
     batch = torch.randn(4, WIDTH)
-    device = torch.device("cpu") if native else device
     return trace(model, lambda m, x: m(x).sum(), batch, device=device, tokens=4).traffic_bytes
 
 
@@ -51,7 +50,7 @@ def moved(scheme: str | None, *, again: bool, native: bool = False, device: torc
 def test_forward_backward_and_recomputation_decode_each_weight(scheme: str, again: bool) -> None:
     """One pass reads the bytes of a weight and writes it in fp32; all layers count, whether traced or not."""
     once = LAYERS * (SCHEMES[scheme].nbytes((WIDTH, WIDTH)) + 4 * WIDTH**2)
-    extra = moved(scheme, again=again, native=True) - moved(None, again=again, native=True)
+    extra = moved(scheme, again=again) - moved(None, again=again)
     per_weight = SCHEMES[scheme].nbytes((512, 512)) / 512**2 - SCHEMES[scheme].nbytes((WIDTH, WIDTH)) / WIDTH**2
     assert extra == pytest.approx((3 if again else 2) * (once + per_weight * LAYERS * WIDTH**2), rel=1e-6)
 
@@ -63,11 +62,18 @@ def test_torchs_operators_move_more_than_one_pass(scheme: str) -> None:
     assert bytes_a_weight(scheme, torch.bfloat16, native=True) == pytest.approx(one)
 
 
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_device_on_which_triton_decodes_reads_a_weight_once(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "_triton_on", lambda device: decoders if runs else None)
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_kernel_decodes_on_the_cpu_and_on_a_gpu_that_is_not_here(device: torch.device | None) -> None:
+    """The steps of a plan for a named GPU are those of the GPU, where Triton decodes."""
+    once = LAYERS * (SCHEMES["nf4"].nbytes((WIDTH, WIDTH)) + 4 * WIDTH**2)
+    assert moved("nf4", again=False, device=device) - moved(None, again=False, device=device) < 2.1 * once
+
+
+def test_a_device_on_which_triton_decodes_reads_a_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("meta")
-    assert moved("nf4", again=False, device=device) == moved("nf4", again=False, native=runs)
+    without = moved("nf4", again=False, device=device)
+    monkeypatch.setattr(decoders, "_triton_on", lambda device: decoders)
+    assert moved("nf4", again=False, device=device) == moved("nf4", again=False) < without / 2
 
 
 def test_operators_of_a_narrow_update_move_what_a_machine_file_assumes(monkeypatch: pytest.MonkeyPatch) -> None:

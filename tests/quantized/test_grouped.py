@@ -157,8 +157,9 @@ def test_a_trace_counts_what_the_planned_device_decodes_at_a_time(monkeypatch: p
             groups = Groups(experts=torch.zeros(len(rows), dtype=torch.long), bounds=bounds)
             return products.grouped_linear(rows * self.scale, *self.bytes, groups, stack("nf4")[2])
 
-    def peak(device: torch.device | None, number: int = E) -> int:
-        return trace(Model(), lambda m, x: m(x).sum(), torch.randn(number, IN), device=device).activation_bytes
+    def peak(device: torch.device | None, number: int = E, *, fused: bool = True) -> int:
+        where: dict[str, Any] = {"device": device, "grouped_kernel": fused}
+        return trace(Model(), lambda m, x: m(x).sum(), torch.randn(number, IN), **where).activation_bytes
 
     cpu, matrix = torch.device("cpu"), scratch_of(1, torch.float32)
     monkeypatch.setattr(products, "CPU_SCRATCH_BYTES", matrix)
@@ -166,3 +167,5 @@ def test_a_trace_counts_what_the_planned_device_decodes_at_a_time(monkeypatch: p
     monkeypatch.setattr(products, "GROUPED_SCRATCH_BYTES", 3 * matrix + 1)
     assert peak(None) - peak(cpu) == 2 * matrix
     assert peak(None, 3) == peak(cpu, 3), "fewer rows than experts"
+    monkeypatch.setattr(products, "LOOP_SCRATCH_BYTES", 2 * matrix + 1)
+    assert peak(None, fused=False) - peak(cpu) == matrix, "no kernel multiplies all experts at once"
