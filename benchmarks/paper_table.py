@@ -67,6 +67,7 @@ def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int |
         gpus=gpus,
         capacity_bytes=hardware.gpu_bytes,
         host_bytes=hardware.host_bytes_per_rank(gpus),
+        overlaps_updates=False,  # as it was measured
     )
 
 

@@ -377,7 +377,9 @@ def rows_of(model: str) -> Callable[[dict[str, Any]], list[str]]:
                 f"{entry['bound_tokens_per_second']:,.0f}",
             )
             cells += entry["binds"], f"{entry['tokens_per_second']:,.0f}", f"{part:.0%}"
-            longest = max((part for part in _CAUSES if part in entry["parts"]), key=entry["parts"].__getitem__)
+            parts = entry["parts"]
+            shown = parts | {"host_update": parts.get("host_update", 0.0) - parts.get("hidden_update", 0.0)}
+            longest = max((part for part in _CAUSES if part in shown), key=shown.__getitem__)
             cells += _CAUSES[longest], f"{entry['seconds']:.3g}"
             cells += tuple(f"{entry[key]:,.0f}" for key in ("vram_gib_per_gpu", "ram_gib", "disk_gib"))
             found.append(f"|{'|'.join(cells)}|")

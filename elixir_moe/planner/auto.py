@@ -38,7 +38,7 @@ class SearchRequest:
     device: torch.device
     compute_dtype: torch.dtype | None
     adam: bool
-    """Whether the optimizer can update chunks on disk."""
+    """Whether the optimizer is Adam, which alone updates chunks on disk, and while the next forward runs."""
     moments: int
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
@@ -183,6 +183,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         host_bytes=0 if hardware.one_memory else memory.host_bytes,
         disk_bytes=memory.disk_bytes if request.adam else None,
         moments=request.moments,
+        overlaps_updates=request.adam,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )

@@ -10,7 +10,8 @@ A step of one rank::
     |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
 
 Transfers to and from the host overlap with compute and cost time only if they take longer, or where compute and fetches
-wait for each other: `timeline` tells for how long. Updates follow backward.
+wait for each other: `timeline` tells for how long. Updates follow backward; those in host memory overlap with the next
+forward, as far as `timeline` says.
 """
 
 from collections import Counter
@@ -48,18 +49,25 @@ class Seconds:
     """The part of `collectives` that compute does not hide."""
     device_update: float
     host_update: float
+    """Update of chunks in host memory, hidden or not."""
     disk_update: float
     """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
     units: float = 0.0
     """Host time of units, in addition to `compute`."""
     stall: float = 0.0
     """Time for which compute and fetches wait for each other, beyond the longest of compute, fetch and offload."""
+    hidden_update: float = 0.0
+    """The part of `host_update` that overlaps with the next forward."""
 
     @property
     def step(self) -> float:
         """The whole step."""
-        updates = self.device_update + self.host_update + self.disk_update
-        return self.overlapped + self.stall + self.exposed + updates
+        return self.overlapped + self.stall + self.exposed + self.memory_update + self.disk_update
+
+    @property
+    def memory_update(self) -> float:
+        """Updates of chunks on the device, and what is not hidden of those in host memory."""
+        return self.device_update + self.host_update - self.hidden_update
 
     @property
     def overlapped(self) -> float:
@@ -207,6 +215,22 @@ def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> 
         return max(nbytes * gpus / bandwidth, hardware.disk_seconds(nbytes, 0, gpus) if read else 0.0)
 
     return [crossing(chunk) for chunk in layout.chunks]
+
+
+def update_seconds(plan: Plan, layout: Layout, requested: Iterable[int], whole: float) -> list[tuple[int, float]]:
+    """Returns (chunk, seconds) of each update in host memory, in the order of the runtime; `whole` together.
+
+    Args:
+        plan: the plan.
+        layout: its chunks.
+        requested: the chunks in the order of the next forward; others are updated first.
+        whole: `Seconds.host_update`.
+    """
+    first = {index: place for place, index in enumerate(dict.fromkeys(requested))}
+    chunks = [c for c in layout.chunks if c.key.trainable and plan.tier_of(layout, c) is Tier.HOST]
+    numel = sum(chunk.shard_numel for chunk in chunks)
+    ordered = sorted(chunks, key=lambda chunk: (first.get(chunk.index, -1), chunk.index))
+    return [(chunk.index, whole * chunk.shard_numel / numel) for chunk in ordered]
 
 
 def compute_seconds(profile: Profile, positions: Iterable[int], hardware: Hardware, whole: float) -> list[float]:

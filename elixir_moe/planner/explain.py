@@ -27,6 +27,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
         f"{len(task.profile.kept)} checkpointed regions"
     ] * bool(task.kept_regions)
+    hidden = f" ({seconds_text(seconds.hidden_update)} hidden)" if seconds.hidden_update else ""
     stall = f", stall {seconds_text(seconds.stall)}" if seconds.stall else ""
     lines = [
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
@@ -43,7 +44,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
         f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "
         f"{seconds_text(seconds.offload)}{stall}, exposed collectives {seconds_text(seconds.exposed)}, updates "
-        f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host, "
+        f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host{hidden}, "
         f"{seconds_text(seconds.disk_update)} on disk",
     ]
     others = {"one block fewer": replace(plan, rcache_blocks=max(1, blocks - 1))}

@@ -1,8 +1,8 @@
 """Searches for the fastest plan: chunk length, blocks of the rCache, and the tier of every chunk.
 
 Owns the search. For each candidate chunk length and number of blocks, it simulates the step with the runtime's own
-policy, fills the rest of the device with chunks, and keeps the fastest plan; at the end, stalls count too. Pure:
-`trace` makes the step, `cost` has the formulas that `price` adds up, and `timeline` has the stalls.
+policy, fills the rest of the device with chunks, and keeps the fastest plan; at the end, stalls and hidden updates
+count too. Pure: `trace` makes the step, `cost` has the formulas that `price` adds up, and `timeline` has the stalls.
 Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache), section 5 (device against rCache).
 """
 
@@ -66,6 +66,8 @@ class Task:
     """Disk space of one rank, in bytes; None if the optimizer cannot update chunks on disk."""
     moments: int = 2
     """fp32 values the optimizer keeps per element."""
+    overlaps_updates: bool = True
+    """Whether updates in host memory overlap with the next forward, as Adam's do where the host runs ahead."""
     over_gloo: bool = False
     """Whether reductions run over gloo."""
     imbalance: float = 1.0
@@ -187,13 +189,17 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
 
 
 def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidate:
-    """Returns the fastest plan once stalls count, which the search leaves out; `best` is the fastest without them.
+    """Returns the fastest plan once stalls and hidden updates count, which the search leaves out.
 
-    A block may hide more than a chunk on the device saves: it lets fetches run further ahead of compute. A plan without
-    its stall is a lower bound, so plans are tried in that order.
+    A block may hide more than a chunk on the device saves: it lets fetches run further ahead of compute. Plans are
+    tried in the order of what they take at least, without stalls and with all updates in host memory hidden.
+
+    Args:
+        best: the fastest plan without either.
+        packings: those of the search.
     """
     best = with_stall(best)
-    if not best.seconds.stall:
+    if not best.seconds.stall and not best.seconds.hidden_update:
         return best
     task, plan = best.task, best.plan
     assert plan.chunk_numel is not None, "a search gives it"
@@ -201,11 +207,17 @@ def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidat
     tried = dict.fromkeys((own, *map(packings.at, _apart(packings.lengths))))
     searches = [_LengthSearch(task, packing, values_on_disk=plan.values_on_disk) for packing in tried]
     others = [other for search in searches for other in search.fullest()]
-    for other in sorted((min(other, with_sharing(other), key=_rank) for other in others), key=_rank):
-        if _rank(other) >= _rank(best):
+    for other in sorted((min(other, with_sharing(other), key=_rank) for other in others), key=_least_seconds):
+        if _least_seconds(other) >= best.seconds.step:
             break
         best = min(best, with_stall(other), key=_rank)
     return best
+
+
+def _least_seconds(candidate: PlanCandidate) -> float:
+    """Returns the least seconds of a step whose stall and hidden updates are not known."""
+    hidden = candidate.seconds.host_update if candidate.task.overlaps_updates else 0.0
+    return candidate.seconds.step - hidden
 
 
 def _apart(lengths: Sequence[int]) -> Iterator[int]:
@@ -218,7 +230,10 @@ def _apart(lengths: Sequence[int]) -> Iterator[int]:
 
 
 def with_stall(candidate: PlanCandidate) -> PlanCandidate:
-    """Returns the candidate with the stall of its step; unchanged if the compute between its requests is unknown."""
+    """Returns the candidate with the stall of its step and the updates that the next forward hides.
+
+    Unchanged if the compute between its requests is unknown.
+    """
     task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
     profile, plan, backwards = task.profile, candidate.plan, task.accumulation
     if not profile.work or not seconds.fetch:
@@ -227,9 +242,15 @@ def with_stall(candidate: PlanCandidate) -> PlanCandidate:
     played = min(backwards, _STEADY_BACKWARD)
     each = cost.compute_seconds(profile, positions, task.hardware, (seconds.compute + seconds.units) / backwards)
     fetches = cost.fetch_seconds(plan, layout, task.hardware, task.gpus)
-    elapsed = elapsed_seconds(schedule, each, fetches, plan.blocks(layout), played) * backwards / played
-    stall = elapsed - seconds.overlapped
-    return candidate if stall < _ROUNDING * elapsed else replace(candidate, seconds=replace(seconds, stall=stall))
+    elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), played)
+    updated = elapsed()
+    stall, hidden = updated * backwards / played - seconds.overlapped, 0.0
+    if task.overlaps_updates and seconds.host_update:
+        requested = (chunk for entry in schedule.entries for chunk in entry.chunks)
+        updates = cost.update_seconds(plan, layout, requested, seconds.host_update)
+        hidden = seconds.host_update - (elapsed(updates=updates) - updated)
+    stall, hidden = (value if value > _ROUNDING * seconds.step else 0.0 for value in (stall, hidden))
+    return replace(candidate, seconds=replace(seconds, stall=stall, hidden_update=hidden))
 
 
 def with_sharing(candidate: PlanCandidate) -> PlanCandidate:

@@ -1,9 +1,11 @@
-"""The seconds of forward and backward in which fetches and compute wait for each other.
+"""The seconds of a step in which fetches, compute and updates in host memory wait for each other.
 
-Owns the timeline: one bus fetches chunks in the order of the rCache's decisions, one device computes. Pure: the rCache
-decides as in the runtime (`chunks.cache_policy`), and `cost` has the seconds of each fetch.
+Owns the timeline: one bus fetches chunks in the order of the rCache's decisions, one device computes, one thread of the
+host updates. Pure: the rCache decides as in the runtime (`chunks.cache_policy`), and `cost` has the seconds of each
+fetch and update.
 
 The host is taken to run ahead of the device, as with a GPU: it asks for each fetch before the device is ready for it.
+Updates begin behind backward, as if gradients were clipped: `update_in_backward` begins them earlier.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, WARM_UP_STEPS, Cach
 
 
 class Timeline:
-    """The bus and the device, from the start of training on."""
+    """The bus, the device and the thread that updates, from the start of training on."""
 
     def __init__(self, fetch_seconds: Sequence[float]) -> None:
         """`fetch_seconds`: for each chunk; 0 if it does not cross the bus."""
@@ -26,24 +28,34 @@ class Timeline:
         self._block_of: dict[int, int] = {}
         self._left: dict[int, float] = {}
         """{block: the time at which its last readers end}."""
+        self._updated: dict[int, float] = {}
+        """{chunk: the time at which the last update of its shard ends}."""
 
     def request(self, request: CacheRequest, loads: Sequence[Load], seconds: float = 0.0) -> None:
         """Computes for `seconds`; then the rCache gets the request and decides on the loads.
 
-        A fetch begins when the bus is free and nothing reads the block any more. Compute waits for what it acquires.
+        A fetch begins when the bus is free, nothing reads the block any more, and the chunk has been updated. Compute
+        waits for what it acquires.
         """
         self.computed += seconds
         if request.verb is RELEASE:
             for chunk in request.chunks:
                 self._left[self._block_of[chunk]] = self.computed
         for load in loads:
-            self._arrival[load.chunk] = self._left.get(load.block, 0.0)
+            self._arrival[load.chunk] = max(self._left.get(load.block, 0.0), self._updated.get(load.chunk, 0.0))
             self._block_of[load.chunk] = load.block
             if load.chunk >= 0 and self._fetch_seconds[load.chunk]:
                 begin = max(self._arrival[load.chunk], self._fetched)
                 self._fetched = self._arrival[load.chunk] = begin + self._fetch_seconds[load.chunk]
         if request.verb is ACQUIRE:
             self.computed = max(self.computed, *(self._arrival[chunk] for chunk in request.chunks))
+
+    def update(self, updates: Sequence[tuple[int, float]]) -> None:
+        """Updates chunks one after another from the end of a backward on; `updates` are (chunk, seconds)."""
+        end = max(self.computed, *self._updated.values()) if self._updated else self.computed
+        for chunk, seconds in updates:
+            end += seconds
+            self._updated[chunk] = end
 
 
 def elapsed_seconds(
@@ -52,8 +64,9 @@ def elapsed_seconds(
     fetch_seconds: Sequence[float],
     blocks: int,
     backwards: int = 1,
+    updates: Sequence[tuple[int, float]] = (),
 ) -> float:
-    """Returns the seconds of all forwards and backwards of a step, without updates.
+    """Returns the seconds from the end of one step's last backward to that of the next.
 
     Args:
         schedule: the requests of one forward and backward.
@@ -61,6 +74,7 @@ def elapsed_seconds(
         fetch_seconds: for each chunk; 0 if it does not cross the bus.
         blocks: the blocks of the rCache.
         backwards: forwards and backwards in a step.
+        updates: (chunk, seconds) of each update in host memory, in their order.
     """
     cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds)
 
@@ -71,8 +85,9 @@ def elapsed_seconds(
         timeline.computed += compute_seconds[-1]
         cache.rewind()
 
-    for _ in range(WARM_UP_STEPS if schedule.kept else 0):
+    for _ in range(WARM_UP_STEPS if schedule.kept or updates else 0):
         play()
+        timeline.update(updates)
         cache.drop([chunk for chunk in cache.chunks if chunk not in schedule.kept])
     began = timeline.computed
     for _ in range(backwards):

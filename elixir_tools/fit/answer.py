@@ -309,7 +309,7 @@ def _memory(asked: Asked) -> Iterator[str]:
 
 def _updates(choice: PlanCandidate) -> float:
     seconds = choice.seconds
-    return seconds.device_update + seconds.host_update + seconds.disk_update
+    return seconds.memory_update + seconds.disk_update
 
 
 def _speed(asked: Asked) -> Iterator[str]:

@@ -67,7 +67,7 @@ class Figures:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of a step by cause; transfers run while the GPU computes."""
+        """The seconds of a step by cause; transfers run while the GPU computes. Hidden updates do not count."""
         seconds = self.seconds
         return {
             "compute": seconds.compute + seconds.units,
@@ -75,7 +75,7 @@ class Figures:
             "link from GPU": seconds.offload,
             "waiting for blocks": seconds.stall,
             "other GPUs": seconds.exposed,
-            "Adam": seconds.device_update + seconds.host_update,
+            "Adam": seconds.memory_update,
             "Adam on disk": seconds.disk_update,
         }
 

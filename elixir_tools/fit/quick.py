@@ -7,7 +7,7 @@ are fitted to traces; `docs/quick_error.py` compares the answers with exact ones
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ _LOSS_BYTES = 8
 """Bytes held in the loss for each element of a token's width, besides a gradient of the head in two dtypes."""
 _BLOCKS = 2
 """Largest layers that are gathered at once: one in use, and one on its way."""
+_FORWARD = 0.25
+"""Part of the products of a step that are its forward's, behind which updates in host memory hide."""
 _TILED_IN_DEVICE = 0.25
 """Part of a device that blocks take at most where parameters can be cut into tiles."""
 
@@ -189,6 +191,9 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         gathered_numel=step.profile.parameters,
         units=step.layers,
     )
+    seconds = cost.seconds(task.profile, moved, task.hardware, ranks, task.imbalance, task.accumulation)
+    forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.accumulation
+    hidden = min(seconds.host_update, outside * forward) if task.overlaps_updates else 0.0
     held = min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks
     return Figures(
         task=task,
@@ -196,7 +201,7 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         device_bytes=cost.device_peak(task.profile, held, task.imbalance),
         host_bytes=on_host + task.kept_bytes,
         disk_bytes=on_disk,
-        seconds=cost.seconds(task.profile, moved, task.hardware, ranks, task.imbalance, task.accumulation),
+        seconds=replace(seconds, hidden_update=hidden),
         missing={tier: nbytes for tier, nbytes in missing.items() if nbytes > 0},
     )
 

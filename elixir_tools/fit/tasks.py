@@ -210,6 +210,7 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         host_bytes=host_bytes,
         disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam else None,
         moments=OPTIMIZERS[known.optimizer],
+        overlaps_updates=adam,
         imbalance=known.imbalance,
         accumulation=known.accumulation,
     )

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.planner.test_exhaustive import every_plan
 from tests.support.cases import with_further
+from tests.support.every import every
 from tests.support.parity import mesh_of_world
 from tests.support.ranks import RankPool
 
@@ -86,7 +87,7 @@ def test_the_explanation_of_a_small_model_shows_its_bytes() -> None:
 
 def test_more_memory_is_never_slower() -> None:
     steps = [solve(task(2, room)).seconds.step for room in (0.6, 0.8, 1.0, 2.0)]
-    assert steps == sorted(steps, reverse=True)
+    assert every(more <= 1.001 * less for less, more in pairwise(steps)), "an update on the device is not hidden"
 
 
 def test_what_does_not_fit_says_where_and_by_how_much() -> None:

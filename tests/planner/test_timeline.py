@@ -4,13 +4,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, CacheState, Load, Schedule, gradients_of
+from elixir_moe.chunks.plan import Plan
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.planner import cost
+from elixir_moe.planner.cost import Seconds
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
@@ -33,9 +36,12 @@ class Step:
     loads: list[list[Load]]
     compute: list[int]
     fetches: list[int]
+    updates: list[tuple[int, int]]
+    """(chunk, time) of each update that begins before the step, one after another."""
 
     def elapsed(self) -> float:
         timeline = Timeline(self.fetches)
+        timeline.update(self.updates)
         for entry, loads, ticks in zip(self.schedule.entries, self.loads, self.compute, strict=False):
             timeline.request(entry, loads, ticks)
         return timeline.computed + self.compute[-1]
@@ -61,11 +67,15 @@ def drawn(rng: random.Random) -> Step:
     state = CacheState(blocks, schedule)
     loads = [(state.acquire if e.verb is ACQUIRE else state.release)(e.chunks) for e in schedule.entries]
     compute = [rng.choice([0, 0, 1, 4, 9]) for _ in range(len(entries) + 1)]
-    return Step(schedule, blocks, loads, compute, [rng.choice([0, 1, 5, 12]) for _ in range(chunks)])
+    fetches = [rng.choice([0, 1, 5, 12]) for _ in range(chunks)]
+    updated = rng.sample(range(chunks), rng.choice([0, chunks // 2, chunks]))
+    return Step(schedule, blocks, loads, compute, fetches, [(chunk, rng.choice([0, 1, 3, 9])) for chunk in updated])
 
 
 def ticks_of(step: Step) -> int:
-    """The step, tick by tick: the host has queued all fetches, and each waits for the releases before it."""
+    """The step, tick by tick: the host has queued all fetches; each waits for the releases and the update before it."""
+    ends = accumulate(ticks for _, ticks in step.updates)
+    updated = {chunk: end for (chunk, _), end in zip(step.updates, ends, strict=True)}
     queue: list[tuple[int, int, set[int]]] = []  # (chunk, ticks, the requests that must have been passed)
     wanted: list[list[int]] = []  # for each request: the positions in the queue that it waits for
     at: dict[int, int] = {}
@@ -87,8 +97,9 @@ def ticks_of(step: Step) -> int:
         moved = True
         while moved:
             moved = False
-            for number, (_, ticks, needs) in enumerate(queue):
-                if number not in arrived and not ticks and all(position < passed for position in needs):
+            for number, (chunk, ticks, needs) in enumerate(queue):
+                may_begin = now >= updated.get(chunk, 0) and all(position < passed for position in needs)
+                if number not in arrived and not ticks and may_begin:
                     arrived.add(number)
                     moved = True
             if passed < len(wanted) and not left and arrived.issuperset(wanted[passed]):
@@ -97,7 +108,8 @@ def ticks_of(step: Step) -> int:
         if passed == len(wanted) and not left:
             return now
         first = next((n for n, (_, ticks, _) in enumerate(queue) if ticks and remaining[n]), None)
-        if first is not None and all(position < passed for position in queue[first][2]):
+        may_begin = first is not None and now >= updated.get(queue[first][0], 0)
+        if first is not None and may_begin and all(position < passed for position in queue[first][2]):
             remaining[first] -= 1
             if not remaining[first]:
                 arrived.add(first)
@@ -116,12 +128,13 @@ def test_nothing_that_is_shorter_makes_it_longer(seed: int) -> None:
     rng = random.Random(seed)
     step = drawn(rng)
     compute, fetch = sum(step.compute), sum(step.fetches[n.chunk] for made in step.loads for n in made if n.chunk >= 0)
-    assert max(compute, fetch) <= step.elapsed() <= compute + fetch
+    assert max(compute, fetch) <= step.elapsed() <= compute + fetch + sum(ticks for _, ticks in step.updates)
     chunk, request = rng.randrange(len(step.fetches)), rng.randrange(len(step.compute))
     for less in (
         replace(step, fetches=[n // 2 if at == chunk else n for at, n in enumerate(step.fetches)]),
         replace(step, compute=[n // 2 if at == request else n for at, n in enumerate(step.compute)]),
         replace(step, loads=_apart(step.loads)),
+        replace(step, updates=[(index, ticks // 2) for index, ticks in step.updates]),
     ):
         assert less.elapsed() <= step.elapsed()
 
@@ -151,13 +164,26 @@ def test_chunks_that_stay_gathered_are_fetched_by_the_steps_before() -> None:
     assert elapsed_seconds(schedule, [1.0] * 17, [100.0] * 4, blocks=4, backwards=2) == 2 * 17
 
 
+def test_updates_hide_behind_the_forward_that_does_not_need_them_yet() -> None:
+    """Four layers of 3 s, four blocks: the first waits for its update and its fetch, the others arrive behind it."""
+    schedule, compute = layers(4), [0, *(8 * [3, 0])]
+
+    def seconds(*updates: float) -> float:
+        return elapsed_seconds(schedule, compute, [1.0] * 4, 4, updates=list(enumerate(updates)))
+
+    assert seconds() == seconds(0, 0, 0, 0) == 8 * 3 + 1
+    assert seconds(2, 2, 2, 2) == 8 * 3 + 1 + 2, "the first layer waits; each further update takes less than a layer"
+    assert seconds(2, 9, 2, 2) == 8 * 3 + 1 + 2 + (9 - 3)
+    assert seconds(1, 1, 1, 30) == 8 * 3 + 1 + 33 - 9, "updates of a step end before its backward"
+
+
 @cache
-def traced(device: torch.device | None = None, checkpoint: str = "non_reentrant") -> Profile:
+def traced(device: torch.device | None = None, checkpoint: str = "non_reentrant", *, frozen: bool = True) -> Profile:
     config = GPTConfig(vocab_size=64, seq_len=16, n_layers=8, d_model=32, n_heads=2, checkpoint=checkpoint)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = GPT(config)
         for parameter in model.blocks.parameters():
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(not frozen)
     return trace(model, lm_loss, BATCH, compute_dtype=torch.bfloat16, device=device)
 
 
@@ -203,7 +229,9 @@ def test_blocks_that_hide_fetches_are_worth_more_than_chunks_on_the_device(room:
     found, without = solve(given), price(given, blind.plan)
     assert not shortage(found.task, found.size)
     assert price(given, found.plan) == found, "what was found is what the plan says"
-    assert without.seconds.step - without.seconds.stall == pytest.approx(blind.seconds.step)
+    assert without.seconds.step - without.seconds.stall + without.seconds.hidden_update == pytest.approx(
+        blind.seconds.step
+    )
     assert found.seconds.step < without.seconds.step
     assert found.plan.blocks(found.layout) > blind.plan.blocks(blind.layout)
     assert (found.plan.device_chunks or 0) < (blind.plan.device_chunks or 0)
@@ -215,3 +243,26 @@ def test_several_backwards_stall_no_less_than_one(room: float) -> None:
     again = price(replace(one.task, accumulation=5), one.plan)
     assert again.seconds.stall >= 4 * one.seconds.stall
     assert five.seconds.step <= again.seconds.step
+
+
+def offloaded(**changes: object) -> Seconds:
+    """All layers trained, with their state in host memory, where updates take as long as compute does."""
+    given = task(0.5, traced(frozen=False))
+    plan = Plan.offload(rcache_blocks="all")
+    (links,) = (given.hardware.links(1),)
+    plain = price(replace(given, overlaps_updates=False), plan).seconds
+    faster = replace(links, v_c=links.v_c * plain.host_update / plain.compute)
+    return price(replace(given, hardware=replace(given.hardware, by_gpus={1: faster}), **changes), plan).seconds
+
+
+def test_updates_in_host_memory_count_as_far_as_no_forward_hides_them() -> None:
+    found, apart = offloaded(), offloaded(overlaps_updates=False)
+    assert found.host_update == pytest.approx(found.compute) == pytest.approx(apart.host_update)
+    assert not apart.hidden_update
+    assert found.step == pytest.approx(apart.step - found.hidden_update)
+    assert 0 < found.hidden_update < 0.5 * found.compute, "backward is two parts of three, and waits for all of them"
+
+
+def test_a_step_of_several_backwards_hides_updates_once() -> None:
+    one, five = offloaded(), offloaded(accumulation=5)
+    assert five.hidden_update == pytest.approx(one.hidden_update, rel=0.2)
