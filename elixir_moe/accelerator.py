@@ -6,6 +6,7 @@ everything here is a call of `torch.cuda`; for others, the same call of their mo
 it. A device whose module has no streams, such as "mps", is refused by name.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from elixir_moe.errors import ConfigError
 
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a process that is to see no GPU of NVIDIA or AMD."""
 _CUDA = "cuda"
 _NEEDED = ("Event", "Stream", "current_stream", "stream", "synchronize", "set_device", "mem_get_info")
 """Names that the module of a device must have."""
@@ -127,6 +130,16 @@ def register_host_memory(memory: Tensor) -> Callable[[], object] | None:
     return None
 
 
+def expandable_by(device: torch.device) -> str | None:
+    """Returns the environment variable by which segments of the device's memory become expandable.
+
+    None if the allocator has no such option, or the variable speaks of it already.
+    """
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    said = any("expandable_segments" in os.environ.get(key, "") for key in ("PYTORCH_ALLOC_CONF", name))
+    return f"{name}=expandable_segments:True" if device.type == _CUDA and not said else None
+
+
 def is_integrated(device: torch.device) -> bool:
     """Whether the accelerator has no memory of its own, but that of its host."""
     return is_accelerator(device) and bool(getattr(_properties(device), "is_integrated", False))
@@ -140,6 +153,12 @@ def total_bytes(device: torch.device) -> int:
 def name_of(device: torch.device) -> str:
     """A name of this very accelerator, alike for all processes that use it."""
     return str(getattr(_properties(device), "uuid", device))
+
+
+def capability(device: torch.device) -> str | None:
+    """The compute capability of one of NVIDIA's GPUs, as "9.0", and of AMD's what torch says instead; else None."""
+    found = _properties(device)
+    return f"{found.major}.{found.minor}" if hasattr(found, "major") else None
 
 
 def _properties(device: torch.device) -> Any:

@@ -45,7 +45,7 @@ def train(model: GPTModel) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=8))
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     text = torch.tensor(list(python_help_text()))
     for step in range(STEPS):

@@ -50,7 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
         SFTConfig(
             folder, max_steps=8, per_device_train_batch_size=8 // ranks, learning_rate=1e-2, max_length=64,
             logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=False,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=not torch.accelerator.is_available(),
         ),
         train_dataset=Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]}),
         processing_class=tokenizer(),

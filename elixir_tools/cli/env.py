@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from elixir_moe.ext import accelerator
 from elixir_moe.ext.measure import cpu_features
 from elixir_moe.ext.torch_versions import NEWEST, OLDEST, untested
 
@@ -19,7 +20,8 @@ from elixir_moe.ext.torch_versions import NEWEST, OLDEST, untested
 def run(known: argparse.Namespace) -> int:
     """Prints the facts; returns 0."""
     versions = {name: _version(name) for name in ("elixir-moe", "torch", "numpy", "safetensors", "megatron-core")}
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = accelerator.found()
+    devices = [] if kind is None else [accelerator.api(kind).get_device_name(i) for i in range(accelerator.count())]
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),

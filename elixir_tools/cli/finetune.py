@@ -12,10 +12,10 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.ext import accelerator
 from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell_end
 from elixir_tools.names import TRAINERS
 from elixir_tools.report.directory import CONTROL
@@ -41,7 +41,7 @@ def run(known: argparse.Namespace) -> int:
         parser_of(known.verb).print_help()
         return 0
     given = parse(known.verb, known.rest)
-    ranks = number_of_ranks(known.nproc or (None if launch.under_torchrun() else torch.cuda.device_count() or 1))
+    ranks = number_of_ranks(known.nproc or (None if launch.under_torchrun() else accelerator.count() or 1))
     if ranks > 1 and not launch.under_torchrun():
         launch.launch(ranks, known.arguments, threads=1)
         return 0

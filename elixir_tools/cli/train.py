@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.ext import accelerator
 from elixir_tools.cli.ending import leave, number_of_ranks, rank_here, tell_end
 from elixir_tools.train import launch
 from elixir_tools.watch import control
@@ -74,7 +74,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 def _purpose(config: "TrainConfig", ranks: int) -> str:
     """Returns what the command does, in one line."""
-    device = "GPU" if torch.cuda.is_available() else "CPU rank"
+    device = "CPU rank" if accelerator.found() is None else "GPU"
     return (
         f"Trains a GPT from random weights: {config.run.steps} steps on {ranks} {device}{'s' * (ranks > 1)}. "
         f"Ctrl-C saves and ends it. Files go to {config.run.out}"

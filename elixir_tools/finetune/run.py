@@ -33,6 +33,7 @@ from transformers import (
 
 from elixir_moe import expert_mesh, init_mesh, inspect, quantize, sharded_init, spread_experts
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.ext.accelerator import total_bytes
 from elixir_moe.ext.hf import run_adapters_unmerged, shipped_patterns
 from elixir_moe.ext.measure import host_bytes_left, is_out_of_memory
 from elixir_moe.ext.planner import Profile, tile_for, trace
@@ -125,7 +126,7 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
         raise ConfigError(
             f"--assistant_only_loss: the tokenizer of {name} has no chat template: give one with --chat_template_path"
         )
-    mesh = init_mesh(device_type="cpu" if training.use_cpu or not torch.cuda.is_available() else None)
+    mesh = init_mesh(device_type="cpu" if training.use_cpu else None)
     model = _model(given, folder)
     if given.ep > 1:
         spread_experts(model, expert_mesh(mesh, given.ep))
@@ -203,7 +204,7 @@ def _out_of_memory(
     if one_memory:
         capacity = host_bytes_left() + process_bytes(device)["host"]
     else:
-        capacity = torch.cuda.get_device_properties(device).total_memory
+        capacity = total_bytes(device)
     budget = size_bytes("--plan_budget", given.plan.budget)
 
     model = build()

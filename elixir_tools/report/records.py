@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elixir_moe.ext import accelerator
 from elixir_moe.ext.plans import size_text
 from elixir_tools.report.history import finite, records_of
 
@@ -89,7 +90,9 @@ def process_bytes(device: torch.device) -> dict[str, int]:
     """Bytes of this process: ``host``, its memory now; on a GPU ``device``, the most that torch has allocated."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
-    return found | ({"device": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {})
+    return found | (
+        {"device": torch.accelerator.max_memory_allocated(device)} if accelerator.is_accelerator(device) else {}
+    )
 
 
 def totals(planned_bytes: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -106,8 +109,8 @@ def planned_text(planned_bytes: Mapping[str, Mapping[str, int]]) -> str:
 
 def machine() -> str:
     """This machine in words."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    if (device := accelerator.found()) is not None:
+        return f"{accelerator.count()} × {accelerator.api(device).get_device_name()}"
     return f"{os.cpu_count()} CPU cores"
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
+from elixir_moe.ext.accelerator import found as found_accelerator
 from elixir_moe.ext.ranks import on_all_threads
 
 _OURS = "elixir::"
@@ -29,12 +30,10 @@ def recorded(step: int, write: Callable[[str, str], None] | None) -> Iterator[No
     if write is None:
         yield
         return
-    cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]
-    with profile(activities=activities, experimental_config=on_all_threads()) as found:
+    with profile(activities=supported_activities(), experimental_config=on_all_threads()) as found:
         yield
-        if cuda:
-            torch.cuda.synchronize()
+        if found_accelerator() is not None:
+            torch.accelerator.synchronize()
     write("timeline.json", json.dumps({"step": step, "spans": spans_of(found.events() or ())}) + "\n")
 
 

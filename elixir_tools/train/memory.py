@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from elixir_moe import Inspection
 from elixir_moe.errors import ElixirError, TierError
+from elixir_moe.ext.accelerator import found
 from elixir_moe.ext.measure import is_out_of_memory
 from elixir_moe.ext.ranks import abort_nccl, world_timeout
 from elixir_tools.train.config import PlanConfig, TrainConfig
@@ -190,5 +191,5 @@ def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
 def release() -> None:
     """Frees unreferenced memory."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if found() is not None:
+        torch.accelerator.empty_cache()

@@ -35,6 +35,7 @@ from elixir_moe import (
     wrap,
 )
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
+from elixir_moe.ext.accelerator import expandable_by
 from elixir_moe.ext.checkpoints import CHECKPOINTS, random_states, read_random_states, set_random_states
 from elixir_moe.ext.models import CutLinear, LayerRanks, logical_numel, require_wrapped
 from elixir_moe.ext.ranks import BusyTime, agree, default_store
@@ -665,10 +666,11 @@ class Trainer:
             f"{f' (tp {run.tp})' * (run.tp > 1)}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}, plan: {self.config.plan.kind}"
         )
-        if self.device.type == "cuda" and any(model.experts) and model.capacity_factor is None and not _expandable():
+        setting = expandable_by(self.device) if any(model.experts) and model.capacity_factor is None else None
+        if setting is not None:
             yield (
-                "memory      experts take another number of tokens in each step, which fragments GPU memory: set "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                f"memory      experts take another number of tokens in each step, which fragments GPU memory: set "
+                f"{setting}"
             )
 
     def event(self, kind: str, text: str) -> None:
@@ -689,12 +691,6 @@ class Trainer:
         box = [value]
         dist.broadcast_object_list(box, group=self.wrapped.groups.control)
         return box[0]
-
-
-def _expandable() -> bool:
-    """Whether CUDA's allocator was told about expandable segments, one way or the other."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments" in os.environ.get(name, "") for name in names)
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -242,7 +242,7 @@ class Named:
     changed: tuple[str, ...] = field(default=(), compare=False)
     """The settings that were shrunk."""
     device: str = "cpu"
-    """Type of the ranks' device: "cpu" or "cuda"."""
+    """Type of the ranks' device: "cpu" or the kind of accelerator."""
 
     def build(self, *, under_plan: bool = False) -> TestCase:
         """See `Source.build`."""

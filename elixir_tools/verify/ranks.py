@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe import errors
+from elixir_moe.ext import accelerator
 from elixir_moe.ext.ranks import prepare_process
 from elixir_moe.ext.torch_versions import IMPORTED_LATE
 
@@ -30,7 +31,6 @@ _SECONDS_FOR_OTHERS = 5.0
 
 PRELOADED = ("elixir_moe.public", IMPORTED_LATE)
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
 """Products in fp32 have the bits of fp32: containers for training set the second variable to 1."""
 
@@ -109,13 +109,14 @@ def _serve(
     os.dup2(2, 1)
     prepare_process()
     torch.set_num_threads(1)
-    os.environ |= QUIET | (_NO_TF32 if gpus else NO_GPU)
+    os.environ |= QUIET | (_NO_TF32 if gpus else accelerator.HIDDEN)
     warnings.simplefilter("ignore", FutureWarning)  # libraries' words to each other
     meeting = f"file://{folder}/meeting"
     try:
-        if gpus:
-            torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        kind = accelerator.found() if gpus else None
+        if kind is not None:
+            accelerator.api(kind).set_device(rank)
+        backend = accelerator.backends("cpu" if kind is None else kind.type)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_TIMEOUT)
         pipe.send((True, function(*arguments)))
         dist.destroy_process_group()

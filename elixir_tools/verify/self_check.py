@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from elixir_moe.errors import ConfigError, ElixirError
+from elixir_moe.ext import accelerator
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.measure import (
     cpu_features,
@@ -63,7 +64,7 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """A rank for each GPU, at most 8, or two on the CPU."""
-        gpus = torch.cuda.device_count()
+        gpus = accelerator.count()
         return cls(min(gpus, _MOST_RANKS) or _CPU_RANKS, gpus > 0)
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -77,7 +78,8 @@ class Machine:
 
     def compare(self, plan: str, folder: Path, disk: Path) -> list[Check]:
         """Trains a small mixture under a plan on the ranks, and in plain PyTorch; `folder` takes what both write."""
-        device = "cuda" if self.gpus else "cpu"
+        kind = accelerator.found() if self.gpus else None
+        device = "cpu" if kind is None else kind.type
         spread = tuple(gcd(count, self.ranks) if count else 1 for count in _EXPERTS)
         config = replace(_MIXTURE, ep=spread)
         setup = Setup(
@@ -161,35 +163,38 @@ _END_OTHERS = "end other programs that use this GPU, or choose another one with 
 
 def _look() -> list[dict[str, Any]]:
     """The devices of all ranks, on each of which a kernel has run. Collective."""
-    return gathered(_device(dist.get_rank()) if torch.cuda.is_available() else {})
+    kind = accelerator.found()
+    return gathered({} if kind is None else _device(torch.device(kind.type, dist.get_rank())))
 
 
-def _device(index: int) -> dict[str, Any]:
-    device = torch.device("cuda", index)
-    seen = torch.cuda.get_device_properties(device)
-    name, capability = f"GPU {index} ({seen.name})", f"{seen.major}.{seen.minor}"
+def _device(device: torch.device) -> dict[str, Any]:
+    module, total = accelerator.api(device), accelerator.total_bytes(device)
+    name, index = module.get_device_name(device), device.index
+    said = f"GPU {index} ({name})"
+    capability, built_for = accelerator.capability(device), getattr(module, "get_arch_list", list)
+    reaches = getattr(module, "can_device_access_peer", lambda *_: False)
     try:
         torch.ones(8, device=device).add_(1).sum().item()
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"{name} of compute capability {capability} runs no kernel of torch {torch.__version__}, built for "
-            f"{', '.join(torch.cuda.get_arch_list())}: {str(error).partition(chr(10))[0]}; install a torch for this "
+            f"{said} of compute capability {capability} runs no kernel of torch {torch.__version__}, built for "
+            f"{', '.join(built_for())}: {str(error).partition(chr(10))[0]}; install a torch for this "
             f"GPU, or choose another one with CUDA_VISIBLE_DEVICES"
         ) from error
     free = device_left(device)[1]
     if free < _NEEDED_BYTES:
         raise ConfigError(
-            f"{name}: {size_text(free)} of {size_text(seen.total_memory)} are free, and the check needs "
+            f"{said}: {size_text(free)} of {size_text(total)} are free, and the check needs "
             f"{size_text(_NEEDED_BYTES)}: {_END_OTHERS}"
         )
-    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    others = [other for other in range(accelerator.count()) if other != index]
     return {
-        "name": seen.name,
+        "name": name,
         "capability": capability,
-        "bytes": seen.total_memory,
+        "bytes": total,
         "free_bytes": free,
-        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-        "reaches_other_gpus": all(torch.cuda.can_device_access_peer(index, other) for other in others),
+        "bf16": accelerator.has_bf16(device),
+        "reaches_other_gpus": all(reaches(index, other) for other in others),
     }

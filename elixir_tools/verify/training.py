@@ -69,7 +69,7 @@ class Setup:
     folder: Path
     """For the checkpoint, the export and the records."""
     device: str = "cpu"
-    """Where the ranks train: "cpu" or "cuda". The plain run is always on the CPU."""
+    """Where the ranks train: "cpu" or the kind of accelerator. The plain run is always on the CPU."""
 
     @property
     def resumes(self) -> bool:

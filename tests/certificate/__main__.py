@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.ext.accelerator import HIDDEN
 from elixir_tools.cli.verify import versions_of
-from elixir_tools.verify.ranks import NO_GPU, PRELOADED, QUIET
+from elixir_tools.verify.ranks import PRELOADED, QUIET
 from tests.certificate import suite
 
 
@@ -52,7 +53,7 @@ def _run_rows(known: argparse.Namespace) -> dict[str, Any]:
     if jobs < 1:
         raise ConfigError(f"--jobs: expected at least 1, got {jobs}")
     rows = suite.chosen(known.only)
-    os.environ |= QUIET | NO_GPU  # libraries read some of it when they are imported, here by the server of all ranks
+    os.environ |= QUIET | HIDDEN  # libraries read some of it when they are imported, here by the server of all ranks
     modules = ["transformers", "peft", suite.__name__, *suite.modules_of_families()]
     multiprocessing.set_forkserver_preload([*PRELOADED, *modules])
     forkserver.ensure_running()

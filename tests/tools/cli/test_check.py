@@ -96,7 +96,7 @@ def test_a_gpu_that_cannot_be_used_is_named(kernel: str, free: int, said: str, m
     monkeypatch.setattr(torch, "ones", ones)
     monkeypatch.setattr(self_check, "device_left", lambda _: ("P100", free))
     with pytest.raises(ConfigError, match=said):
-        self_check._device(0)
+        self_check._device(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
