@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, log: Path, end: float) -> int:
     site = HERE.with_name("gpu-proof-site")
-    built = run(build_step(site, options.wheels), log, options.seconds)
+    build = build_step(site, options.wheels)
+    built = run(build, log, min(build.seconds, options.seconds))
     machine = built["figures"]
     if built["outcome"] != GOOD or machine is None:
         print(built["tail"] or "the build told no figures", file=sys.stderr)
@@ -66,22 +67,23 @@ def _run(options: argparse.Namespace, log: Path, end: float) -> int:
     if every and not here:
         print(f"no step has one of {options.only} in its name: docs/gpu.md has them", file=sys.stderr)
         return 2
-    postponed = 0
-    for step in here:
+    postponed: list[str] = []
+    for step in sorted(here, key=lambda step: _had_its_time(step, journal)):
         if journal.is_good(step.name) or _not_wanted(step, journal):
             continue
         left = end - time.monotonic()
-        if left < LEAST_TIME * step.seconds:
-            postponed += 1
+        if step.left_out is None and left < LEAST_TIME * step.seconds:
+            postponed.append(step.name)
             continue
         result = run(step, log, min(step.seconds, left))
-        postponed += result["outcome"] == OVER_LIMIT and left < step.seconds
+        if result["outcome"] == OVER_LIMIT and left < step.seconds:
+            postponed.append(step.name)
         journal.add(result)
         _say(result)
         _write(journal, log)  # whatever ends the next step
     print(_write(journal, log))
     if postponed:
-        print(f"{postponed} steps had no time left: call again", flush=True)
+        print(f"no time was left for {', '.join(postponed)}: call again", flush=True)
         return 3
     outcomes = [journal.results[step.name]["outcome"] for step in here if step.name in journal.results]
     return int(not set(outcomes) <= {GOOD, LEFT_OUT})
@@ -137,6 +139,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options.results = options.results.resolve() if options.results else HERE / "results.jsonl"
     options.wheels = options.wheels and options.wheels.resolve()
     return options
+
+
+def _had_its_time(step: Step, journal: Journal) -> bool:
+    """Whether an earlier call has run it in vain: such steps come behind the others."""
+    result = journal.results.get(step.name, {"outcome": LEFT_OUT, "seconds": 0.0})
+    return result["outcome"] == FAILED or (result["outcome"] == OVER_LIMIT and result["seconds"] >= step.seconds)
 
 
 def _not_wanted(step: Step, journal: Journal) -> bool:

@@ -162,7 +162,7 @@ def test_what_has_no_time_left_is_said_and_run_by_the_next_call(
 ) -> None:
     fake["steps"] = [shell("long", told(x=1))]
     assert called(tmp_path, "--seconds", "5") == 3
-    assert "1 steps had no time left: call again" in capsys.readouterr().out
+    assert "no time was left for long: call again" in capsys.readouterr().out
     assert called(tmp_path) == 0
 
 
