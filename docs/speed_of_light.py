@@ -330,7 +330,8 @@ def first_screen(everything: dict[str, Any]) -> list[str]:
     }
     dates = sorted({entry["date"] for entry in found.values() if entry})
     heads = [f"{name}, {MACHINES[name].ram}" for name in FIRST_MACHINES]
-    lines = [f"| predicted {dates[-1] if dates else ''} | | {' | '.join(heads)} |", "|---|---|" + "--:|" * len(heads)]
+    between = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    lines = [f"| predicted {between} | | {' | '.join(heads)} |", "|---|---|" + "--:|" * len(heads)]
     for model in FIRST_MODELS:
         for way in WAYS:
             cells = [_cell(found[model, way, name]) for name in FIRST_MACHINES]

@@ -38,7 +38,7 @@ class SearchRequest:
     device: torch.device
     compute_dtype: torch.dtype | None
     adam: bool
-    """Whether the optimizer is Adam, which alone updates chunks on disk, and while the next forward runs."""
+    """Whether the optimizer is Adam: only Adam updates chunks on disk, and updates while the next forward runs."""
     moments: int
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
