@@ -210,6 +210,17 @@ def test_pure_files_know_no_ranks_and_no_device() -> None:
     assert_none(found)
 
 
+def test_one_file_asks_for_cuda() -> None:
+    """The library and its programs ask for the accelerator, whatever its kind."""
+    assert_none(
+        place(path, line)
+        for path in FILES
+        if path != PACKAGE / "accelerator.py"
+        for line, text in enumerate(path.read_text().splitlines(), 1)
+        if "torch.cuda" in text or 'device("cuda' in text
+    )
+
+
 def test_a_file_says_what_it_owns() -> None:
     trees = ((path, tree_of(path)) for path in FILES)
     assert_none(place(path, 1) for path, tree in trees if tree.body and not ast.get_docstring(tree))
