@@ -130,9 +130,13 @@ def held(stream: torch.Stream) -> Iterator[None]:
         native().hold(stream.stream_id, False)
 
 
+UNTIL_AWAITED = -1
+"""A delay: tasks begin when another stream or the host waits for them. For one rank: two might wait for each other."""
+
+
 @contextmanager
 def delayed(compute: int, others: int, seed: int = 0) -> Iterator[None]:
-    """The default stream and the others begin each task at random up to so many microseconds late."""
+    """The default stream and the others begin each task up to so many microseconds late, or `UNTIL_AWAITED`."""
     native().delay(compute, others, seed)
     try:
         yield

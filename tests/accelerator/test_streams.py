@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.accelerator.device import delayed, held
+from tests.accelerator.device import UNTIL_AWAITED, delayed, held
 from tests.accelerator.runner import on_device
 
 LATE_MICROSECONDS = 300
@@ -129,6 +129,22 @@ def test_delays_change_no_result(seed: int) -> None:
             main.wait_stream(side)
         found = numbers.cpu()
     assert torch.equal(found, torch.full((100,), 2046.0))
+
+
+@on_device()
+def test_a_stream_can_be_as_late_as_others_allow() -> None:
+    main, side = two_streams()
+    with delayed(UNTIL_AWAITED, 0):
+        numbers = torch.ones(100, device="threads")
+        before = main.record_event()
+        numbers.mul_(3)
+        side.wait_event(before)
+        with side:
+            read = numbers * 2
+        side.synchronize()
+        assert before.query()
+        assert not main.query()
+    assert (read.cpu()[0].item(), numbers.cpu()[0].item()) == (2, 3)
 
 
 @on_device()

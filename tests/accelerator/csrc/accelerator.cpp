@@ -44,6 +44,7 @@ PYBIND11_MODULE(_accelerator, module) {
     module.def("delay", [](std::int64_t of_default, std::int64_t of_others, std::uint64_t seed) {
         streams().delay(of_default, of_others, seed);
     });
+    module.def("delay_one", [](std::int64_t stream, std::int64_t at_most) { streams().at(stream).delay(at_most, 0); });
     module.def("hold", [](std::int64_t stream, bool held) { streams().at(stream).hold(held); });
     module.def("limit", [](std::size_t nbytes) { device_memory().limit(nbytes); });
     module.def("memory_info", [] { return device_memory().memory_info(); });

@@ -1,8 +1,8 @@
 // Memory of the device, which the host cannot touch, and memory of the host that copies can use later.
 //
 // Device memory is mapped twice: tensors hold addresses of a mapping without access, and tasks use the other one. Fresh
-// memory and memory that is free again is overwritten in the order of the stream that owns it, so whoever reads it too
-// late, or before anything was written to it, reads NaN.
+// memory is garbage, and memory that is free again is overwritten in the order of the stream that owns it. So whoever
+// reads it too late, or before anything was written to it, reads NaN.
 
 #pragma once
 
@@ -159,7 +159,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
         auto* block = new Block{top_, size, current_stream(), {}, {}};
         top_ += size;
         stats_.reserved_bytes[kAll].increase(size);
-        overwrite(*block);
+        std::memset(mapping().shadow(mapping().device(block->offset)), kGarbage, size);  // at once: nobody has used it
         return block;
     }
     bool fits(std::size_t size) const {

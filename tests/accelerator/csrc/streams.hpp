@@ -26,6 +26,8 @@ constexpr std::int64_t kDefaultStream = 0;
 constexpr std::int64_t kPool = 32;
 /// Streams of process groups have numbers from here on.
 constexpr std::int64_t kFirstOwn = 1000;
+/// A delay of tasks until somebody waits for them: a stream, or the host.
+constexpr std::int64_t kUntilAwaited = -1;
 
 /// The first error of a task, until a synchronization raises it.
 class Failure {
@@ -78,14 +80,21 @@ class Stream {
     }
     void wait(std::uint64_t number) {
         std::unique_lock lock(mutex_);
+        if (awaited_ < number) {
+            awaited_ = number;
+            changed_.notify_all();
+        }
         changed_.wait(lock, [&] { return ended_ >= number; });
     }
 
-    /// Later tasks begin up to so many microseconds late.
+    /// Later tasks begin up to so many microseconds late, or as late as `kUntilAwaited` says.
     void delay(std::int64_t at_most, std::uint64_t seed) {
-        std::lock_guard lock(mutex_);
-        delay_ = at_most;
-        random_.seed(seed * 2 * kFirstOwn + static_cast<std::uint64_t>(id));
+        {
+            std::lock_guard lock(mutex_);
+            delay_ = at_most;
+            random_.seed(seed * 2 * kFirstOwn + static_cast<std::uint64_t>(id));
+        }
+        changed_.notify_all();
     }
     /// While a stream is held, it begins no task.
     void hold(bool held) {
@@ -113,9 +122,10 @@ class Stream {
             changed_.notify_all();
         }
     }
+    bool may_begin() const { return !held_ && !tasks_.empty() && (delay_ != kUntilAwaited || ended_ < awaited_); }
     Task next() {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return !held_ && !tasks_.empty(); });
+        changed_.wait(lock, [&] { return may_begin(); });
         if (delay_ > 0) {
             const std::chrono::microseconds late(random_() % static_cast<std::uint64_t>(delay_));
             lock.unlock();
@@ -132,6 +142,7 @@ class Stream {
     std::deque<Task> tasks_;
     std::uint64_t submitted_ = 0;
     std::uint64_t ended_ = 0;
+    std::uint64_t awaited_ = 0;
     std::int64_t delay_ = 0;
     bool held_ = false;
     std::mt19937_64 random_;
