@@ -57,19 +57,17 @@ def trains_on_two_streams(plan: str) -> None:
     streams = torch.accelerator.current_stream(), torch.Stream(device=NAME)
     config = gpu_cases.config_of("dense", FP32)
     model, optimizer = gpu_cases.wrap(config, PLANS[plan](), FP32, NAME)
-    result: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(gpu_cases.STEPS):
-        losses = []
-        for micro, stream in enumerate(streams):
+    batches = [[gpu_cases.tokens(step, micro, NAME) for micro in range(2)] for step in range(gpu_cases.STEPS)]
+    losses, norms = [], []
+    for batch in batches:
+        for micro, stream in zip(batch, streams, strict=True):
             with stream:
-                losses.append(lm_loss(model, gpu_cases.tokens(step, micro, NAME)) / len(streams))
+                losses.append(lm_loss(model, micro) / len(streams))
                 losses[-1].backward()
-        result["norms"].append(optimizer.clip_grad_norm_(gpu_cases.CLIP).item())
+        norms.append(optimizer.clip_grad_norm_(gpu_cases.CLIP))
         optimizer.step()
         optimizer.zero_grad()
-        for loss, stream in zip(losses, streams, strict=True):
-            with stream:
-                result["losses"].append(loss.item())
+    result: dict[str, Any] = {"losses": [loss.item() for loss in losses], "norms": [norm.item() for norm in norms]}
     result["state"] = em.full_state_dict(model, all_ranks=True)
     gpu_cases.close(optimizer)
     gpu_cases.compare(result, gpu_cases.plain(config, FP32, len(streams), "cpu"), FP32, f"{plan}, two streams")
