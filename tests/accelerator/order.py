@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import elixir_moe as em
-from tests.accelerator.device import NAME, UNTIL_AWAITED, delayed
+from tests.accelerator.device import NAME, UNTIL_AWAITED, delayed, native
 from tests.support.order_cases import Case, build, take_step
 
 LATE = {
@@ -33,6 +33,10 @@ class _OnThreads:
 
     def __init__(self) -> None:
         self._main, self._side = torch.accelerator.current_stream(), torch.Stream(device=NAME)
+
+    def delay_side(self, at_most: int) -> None:
+        """Makes the second stream late, until the delays of all streams are set again."""
+        native().delay_one(self._side.stream_id, at_most)
 
     def given(self, inputs: Tensor) -> Tensor:
         return inputs.pin_memory().to(NAME, non_blocking=True)
@@ -60,6 +64,7 @@ def leaves(case: Case, late: str = "", seed: int = 0) -> dict[str, Any]:
     platform = _OnThreads()
     delays = LATE[dist.get_world_size()][late] if late else (0, 0)
     with tempfile.TemporaryDirectory() as folder, delayed(*delays, seed):
+        platform.delay_side(delays[0 if late == "compute" else 1])
         folders = [folder]
         dist.broadcast_object_list(folders)
         model, optimizer = build(case, platform)

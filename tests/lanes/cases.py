@@ -8,18 +8,15 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import elixir_moe as em
 from elixir_moe.chunks.residence import ATTACHED
@@ -28,45 +25,7 @@ from elixir_moe.runtime.gradients import Gradients
 from tests.lanes.faults import FAULTS
 from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
-from tests.optim.test_modes import ScheduleFree
-from tests.support.cases import least_said
-
-WIDTH = 8
-PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
-MIXTURES = ("mixture", "residual", "swapped")
-HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value", "early")
-"""Those that are drawn; "aside", "between", "load" and "modes" are for chosen runs."""
-PLANS = {
-    "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
-    "zero2": em.Plan.zero2(),
-    "zero3": em.Plan.zero3(chunk_numel=4 * WIDTH * WIDTH + 64),
-    "offload": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64),
-    "half": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, device_chunks=2),
-    "disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=2, verify=True),
-    "all on disk": em.Plan.offload(chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=99),
-    "values on disk": em.Plan.offload(
-        chunk_numel=4 * WIDTH * WIDTH + 64, disk=tempfile.gettempdir(), disk_chunks=99, values_on_disk=True, verify=True
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One training run."""
-
-    parts: tuple[str, ...]
-    plan: str
-    blocks: int | None = None
-    """More blocks than the least; None for the plan's own."""
-    half: bool = False
-    """bf16 instead of fp32."""
-    accumulation: int = 1
-    habits: frozenset[str] = frozenset()
-    away: bool = False
-    """What checkpointed regions keep is in host memory."""
-    delays: int = 0
-    """Seed of the delays of updates."""
-    steps: int = 3
+from tests.support.order_cases import HABITS, PARTS, PLANS, WIDTH, Case, build, take_step, wrapped
 
 
 @st.composite
@@ -85,124 +44,25 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-class _Mlp(nn.Module):
-    keeps = False
+class _OnMachine:
+    """The device of the machine that is on."""
 
-    def __init__(self, *, bias: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH, bias=bias)
-        self.kept: Tensor | None = None
-        """A view of a weight, from the last forward."""
+    device, mesh = GPU, "cpu"
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.keeps:
-            self.kept = self.inner.weight[:1]
-        return x + self.outer(self.inner(x).tanh())
+    def given(self, inputs: Tensor) -> Tensor:
+        return inputs
 
+    def beside(self, given: Tensor, made: list[Tensor]) -> AbstractContextManager[None]:
+        return Machine.running().beside(given, made)
 
-class _Tied(nn.Module):
-    """One weight, used by two modules."""
+    def join(self, made: Tensor) -> Tensor:
+        return Machine.running().join(made)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.first(x).tanh())
+    def aside(self, given: Tensor) -> AbstractContextManager[None]:
+        return Machine.running().aside(given)
 
 
-class _Beside(nn.Module):
-    """Two branches, one of them on a stream of its own, as Megatron-core runs its shared experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side, self.main = _Mlp(bias=True), _Mlp(bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: list[Tensor] = []
-        with Machine.running().beside(x, made):
-            made.append(self.side(x))
-        return self.main(x) + Machine.running().join(made[0])
-
-
-class _Swapped(nn.Module):
-    """An MLP and a mixture, whose order is another on each rank."""
-
-    def __init__(self, mixture: em.MoE) -> None:
-        super().__init__()
-        self.mlp, self.mixture = _Mlp(bias=True), mixture
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if dist.get_rank() % 2:
-            return self.mixture(self.mlp(x))
-        out, aux = self.mixture(x)
-        return self.mlp(out), aux
-
-
-class _BackwardError(RuntimeError):
-    """What a failing backward raises."""
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise _BackwardError
-
-
-class _Model(nn.Module):
-    def __init__(self, case: Case, mesh: Any) -> None:
-        super().__init__()
-        self.kinds = case.parts
-        self.parts = nn.ModuleList(self._part(kind, mesh) for kind in case.parts)
-        self.fails = False
-        self.parts[0].keeps = bool(case.habits & {"view", "late"})  # type: ignore[assignment]
-        self.aux: Tensor | float = 0.0
-
-    def _part(self, kind: str, mesh: Any) -> nn.Module:
-        if kind in MIXTURES:
-            own = em.expert_mesh(mesh, dist.get_world_size() if kind != "residual" else 1)
-            mixture = em.MoE(
-                d_model=WIDTH, d_hidden=WIDTH, num_experts=4, top_k=2, mesh=own, residual=kind == "residual"
-            )
-            return _Swapped(mixture) if kind == "swapped" else mixture
-        special = {"tied": _Tied, "beside": _Beside}
-        part: nn.Module = special[kind]() if kind in special else _Mlp(bias=kind != "bias")
-        return part.requires_grad_(kind != "frozen")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.aux = 0.0
-        for place, (kind, part) in enumerate(zip(self.kinds, self.parts, strict=True)):
-            if self.fails and place == len(self.kinds) // 2:
-                x = _Fails.apply(x)  # type: ignore[no-untyped-call]
-            if kind in MIXTURES:
-                out, aux = part(x)
-                x, self.aux = x + out, self.aux + aux
-            elif kind in ("checkpointed", "reentrant"):
-                x = checkpoint(part, x, use_reentrant=kind == "reentrant")
-            else:
-                x = part(x)
-            if kind == "reused":
-                x = part(x)
-        return x
-
-
-def build(case: Case) -> tuple[nn.Module, Any]:
-    """The wrapped model of a case and its optimizer, on the machine that is on."""
-    plan = PLANS[case.plan]
-    if case.blocks is not None and case.plan not in ("ddp", "zero2"):
-        try:
-            _wrapped(case, replace(plan, rcache_blocks=1))[1].close()
-            least = 1
-        except em.PlanError as error:
-            least = least_said(error)
-        plan = replace(plan, rcache_blocks=least + case.blocks)
-    return _wrapped(case, plan)
+_MACHINE = _OnMachine()
 
 
 HABITS_WITH_VIEWS = {"view", "late"}
@@ -214,9 +74,9 @@ def run_late(case: Case, fault: str = "") -> list[str]:
     states = []
     for context in (_as_ever, partial(late, FAULTS.get(fault))):
         with context(), tempfile.TemporaryDirectory() as folder:
-            model, optimizer = _wrapped(case, PLANS[case.plan])
+            model, optimizer = wrapped(case, _MACHINE, PLANS[case.plan])
             for step in range(case.steps):
-                _step(case, model, optimizer, step, f"{folder}/{step}")
+                take_step(case, _MACHINE, model, optimizer, step, f"{folder}/{step}")
             states.append(em.full_state_dict(model, all_ranks=True))
             optimizer.close()
     return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
@@ -230,7 +90,7 @@ def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
     case, states, messages, machine = Case(parts=("plain", "tied"), plan=plan, half=True), [], [], Machine()
     with machine.on():
         for losses in ((1.0, 1.0), (1.0, math.nan, 1.0)):
-            model, optimizer = _wrapped(case, PLANS[plan])
+            model, optimizer = wrapped(case, _MACHINE, PLANS[plan])
             for factor in losses:
                 inputs = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=GPU)
                 (factor * model(inputs).float().square().mean()).backward()
@@ -260,9 +120,9 @@ def bytes_of_gradients(case: Case) -> tuple[int, int]:
 
     with machine.on(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "open", opened)
-        model, optimizer = build(case)
+        model, optimizer = build(case, _MACHINE)
         for step in range(case.steps):
-            _step(case, model, optimizer, step, "")
+            take_step(case, _MACHINE, model, optimizer, step, "")
         planned = em.inspect(model).footprint.gradient_bytes
         optimizer.close()
     return most, planned
@@ -271,7 +131,7 @@ def bytes_of_gradients(case: Case) -> tuple[int, int]:
 def norm_of_a_frozen_model() -> float:
     """The gradient norm of a model that has nothing to train; takes a step too."""
     with Machine().on():
-        model, optimizer = _wrapped(Case(parts=("frozen",), plan="zero3"), PLANS["zero3"])
+        model, optimizer = wrapped(Case(parts=("frozen",), plan="zero3"), _MACHINE, PLANS["zero3"])
         with torch.no_grad():
             model(torch.ones(4, WIDTH, device=GPU))
         norm = float(optimizer.clip_grad_norm_(1.0))
@@ -285,22 +145,6 @@ def _as_ever() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         issue_in_order(patch)
         yield
-
-
-def _wrapped(case: Case, plan: em.Plan) -> tuple[nn.Module, Any]:
-    plan = replace(plan, host_checkpoints="all") if case.away else plan
-    mesh = em.init_mesh(device_type="cpu")
-    torch.manual_seed(1)
-    model = _Model(case, mesh)
-    rules = {}
-    for place, kind in enumerate(case.parts):
-        if kind in MIXTURES:
-            own = em.expert_mesh(mesh, dist.get_world_size() if kind != "residual" else 1)
-            rules[f"parts.{place}.*experts.*"] = em.Pattern(own, replicate=("edp",), shard={"ep": 0})
-    em.annotate(model, rules | {"*": em.Pattern(mesh, replicate=("dp",))})
-    dtype = torch.bfloat16 if case.half else None
-    make: Any = ScheduleFree if "modes" in case.habits else torch.optim.AdamW
-    return em.wrap(model, make(model.parameters(), 1e-2), plan=plan, compute_dtype=dtype, device=GPU)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,14 +201,14 @@ def _run(case: Case, *, late: bool = False, keeps: bool = False) -> Outcome:
         dist.broadcast_object_list(folders)
         (folder,) = folders
         try:
-            model, optimizer = build(case)
+            model, optimizer = build(case, _MACHINE)
         except em.PlanError as error:
             return Outcome(races=[], issued=[], waits=[], refused=str(error))
         try:
             with machine.late_compute() if late else nullcontext():
                 for step in range(case.steps):
                     before = len(machine.waits)
-                    _step(case, model, optimizer, step, f"{folder}/{step}")
+                    take_step(case, _MACHINE, model, optimizer, step, f"{folder}/{step}")
                     waits.append(machine.waits[before:])
         except em.PlanError as error:
             refused = str(error)
@@ -375,84 +219,6 @@ def _run(case: Case, *, late: bool = False, keeps: bool = False) -> Outcome:
         gc.collect()
     races = sorted(set(machine.memory.races))
     return Outcome(races=races, issued=machine.issued, waits=waits, refused=refused, state=state)
-
-
-def _step(case: Case, model: Any, optimizer: Any, step: int, folder: str) -> None:
-    has = case.habits.__contains__
-    first = model.parts[0]
-    early = has("early") and not has("between")
-    for micro in range(case.accumulation):
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
-        if case.half:
-            inputs = inputs.bfloat16()
-        if has("modes"):
-            optimizer.train()
-        if has("between"):  # nothing is fetched after this norm where blocks suffice
-            with torch.no_grad():
-                model(inputs)
-            optimizer.clip_grad_norm_(math.inf)
-        if has("failing") and step == 1:
-            model.fails = True
-            try:
-                model(inputs).float().square().mean().backward()
-            except _BackwardError:
-                optimizer.zero_grad()
-            model.fails = False
-        loss = model(inputs).float().square().mean() + model.aux
-        if has("late") and getattr(first, "kept", None) is not None:
-            loss = loss + first.kept.float().square().sum()
-            first.kept = None
-        if has("read"):
-            loss = loss + next(model.parameters()).float().square().sum()
-        begins = early and micro == case.accumulation - 1
-        with optimizer.update_in_backward() if begins else nullcontext():
-            loss.backward()
-        if begins:  # nothing of the model may run before the step
-            _let_begin(optimizer)
-            continue
-        if has("evaluation"):
-            with torch.no_grad():
-                model(inputs)
-        if has("aside"):
-            with Machine.running().aside(inputs), torch.no_grad():
-                model(inputs)
-    if has("clip"):
-        optimizer.clip_grad_norm_(math.inf if early else 1.0)
-    if has("norms") and not early:
-        optimizer.grad_norms()
-    if has("value") and not early:
-        optimizer.clip_grad_value_(0.5)
-    if has("write") and not early:
-        with torch.no_grad():
-            next(model.parameters()).mul_(0.9)
-            model(inputs)
-    kept = getattr(first, "kept", None)
-    optimizer.step()
-    if has("view") and kept is not None:
-        kept.detach().sum()
-        first.kept = None
-    if has("write"):
-        with torch.no_grad():
-            next(model.parameters()).mul_(0.9)
-    if has("modes"):
-        optimizer.eval()
-        with torch.no_grad():
-            model(inputs)
-    if has("save") and step == 0:
-        em.save(folder, model, optimizer, asynchronous=True)
-    if has("load") and step < 2:
-        em.save(folder, model, optimizer)
-        with torch.set_grad_enabled(step == 0):  # reductions are under way, or fetches alone
-            loss = model(inputs).float().square().mean()
-        if step == 0:
-            loss.backward()
-        em.load(folder, model, optimizer)
-
-
-def _let_begin(optimizer: Any) -> None:
-    """Waits until no update given to the thread can be withdrawn; this orders nothing."""
-    if optimizer._early is not None:
-        wait([one.done for one in optimizer._early._begun.values()])
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.lanes.cases import (
-    Case,
     Outcome,
     bytes_of_gradients,
     cases,
@@ -20,111 +19,11 @@ from tests.lanes.cases import (
 )
 from tests.lanes.faults import FAULTS
 from tests.support.cases import with_further
+from tests.support.order_cases import ADDED_LATE, TELLING, Case
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 QUICK, MANY = 6, 250
-ADDED_LATE = Case(parts=("plain", "frozen"), plan="zero3", half=True, accumulation=2)
-"""A gradient waits until the end of backward for the last use of the values in whose place it goes."""
-TELLING = [
-    (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
-    (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
-    (1, Case(parts=("plain", "plain", "plain"), plan="disk", blocks=1, half=True, habits=frozenset({"save", "read"}))),
-    (
-        1,
-        Case(
-            parts=("plain", *("frozen",) * 5), plan="all on disk", blocks=0, accumulation=2, habits=frozenset({"save"})
-        ),
-    ),
-    (
-        1,
-        Case(
-            parts=("plain", "bias", "frozen", "mixture", "plain"),
-            plan="values on disk",
-            blocks=1,
-            half=True,
-            accumulation=2,
-            habits=frozenset({"evaluation", "value"}),
-        ),
-    ),
-    (1, Case(parts=("plain", "beside"), plan="ddp", accumulation=2)),
-    (1, Case(parts=("plain", "beside", "mixture"), plan="zero2")),
-    (1, Case(parts=("plain", "tied", "beside"), plan="zero2", half=True, habits=frozenset({"view"}))),
-    (
-        2,
-        Case(
-            parts=("plain", "reentrant", "reused", "tied", "beside"),
-            plan="zero3",
-            blocks=3,
-            half=True,
-            accumulation=2,
-            habits=frozenset({"evaluation", "failing"}),
-            delays=11,
-        ),
-    ),
-    (
-        1,
-        Case(
-            parts=("plain", "mixture", "plain", "reentrant"),
-            plan="offload",
-            blocks=3,
-            habits=frozenset({"evaluation", "clip", "view"}),
-        ),
-    ),
-    (
-        1,
-        Case(
-            parts=("plain", "residual", "frozen", "mixture", "beside", "plain"),
-            plan="offload",
-            blocks=0,
-            accumulation=2,
-            habits=frozenset({"write", "failing"}),
-        ),
-    ),
-    (
-        2,
-        Case(
-            parts=("plain", "mixture", "plain", "mixture"),
-            plan="offload",
-            blocks=3,
-            half=True,
-            habits=frozenset({"evaluation"}),
-        ),
-    ),
-    (2, Case(parts=("plain", "swapped", "plain", "swapped"), plan="ddp", half=True)),
-    (2, Case(parts=("plain", "plain"), plan="ddp", habits=frozenset({"clip", "norms"}))),
-    (1, Case(parts=("plain", "bias", "plain"), plan="zero3", blocks=1, half=True, habits=frozenset({"aside"}))),
-    (
-        2,
-        Case(
-            parts=("plain", "tied", "reused", "checkpointed", "reentrant"),
-            plan="ddp",
-            half=True,
-            habits=frozenset({"evaluation"}),
-        ),
-    ),
-    (2, Case(parts=("plain", "tied", "reentrant"), plan="ddp", accumulation=2, habits=frozenset({"late"}))),
-    (1, Case(parts=("plain", "plain"), plan="zero2", half=True, habits=frozenset({"write", "clip"}))),
-    (1, Case(parts=("plain",), plan="offload", blocks=3, half=True, habits=frozenset({"between"}))),
-    (1, Case(parts=("plain", "reentrant", *("checkpointed",) * 3), plan="zero3", away=True, accumulation=2)),
-    (1, Case(parts=("plain", "checkpointed"), plan="all on disk", away=True)),
-    (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, half=True, habits=frozenset({"load"}))),
-    (
-        1,
-        Case(parts=("plain", "mixture", "bias"), plan="half", blocks=1, half=True, habits=frozenset({"early", "save"})),
-    ),
-    (2, Case(parts=("plain", "tied", "bias"), plan="zero3", blocks=1, half=True, habits=frozenset({"modes", "save"}))),
-    (1, Case(parts=("plain", "bias"), plan="offload", blocks=0, accumulation=2, habits=frozenset({"modes"}))),
-    (1, ADDED_LATE),
-    (1, Case(parts=("plain", "frozen"), plan="zero3", half=True, habits=frozenset({"evaluation"}))),
-    (
-        1,
-        Case(
-            parts=("plain", "plain", "plain"), plan="zero3", blocks=0, half=True, habits=frozenset({"value", "write"})
-        ),
-    ),
-]
-"""Runs that between them need every wait: (ranks, case)."""
 
 
 def divergence(outcomes: list[Outcome]) -> str:
