@@ -10,7 +10,7 @@ CONSTRAINTS := constraints.txt
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.hpp)
 TEST_CXX_FILES := $(wildcard tests/accelerator/csrc/*.cpp tests/accelerator/csrc/*.hpp)
 
-.PHONY: setup test test-accelerator test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
+.PHONY: setup test test-accelerator mutations test-programs test-changed test-failed test-all test-torch test-megatron test-peers test-page lint format train docs bench gpu-proof bench-gpu chaos certificate paper-table wheel test-wheel clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,10 @@ test-programs: setup
 SEEDS := 1
 test-accelerator: setup
 	ACCELERATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal -m '' tests/accelerator $(PYTEST_ARGS)
+
+# Which waits, events and counts of the library a test notices when they are changed: ONLY=streams.py:67 tries a line.
+mutations: setup
+	nice -n 15 $(BIN)/python -W ignore -m tests.accelerator.mutation_table $(ONLY)
 
 # Those that a change can reach by imports, the nearest first: what differs from main, or on main from the last commit.
 # make test-changed SINCE=HEAD~3 compares with another commit.

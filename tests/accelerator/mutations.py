@@ -1,45 +1,35 @@
-"""Which waits, events and records of the library a run on the accelerator of threads notices when they are left out.
+"""Mutations of the library's order: what keeps streams, threads and memory apart is left out, one statement at a time.
 
-Mutations are made from the source: each statement of `ROOMS` that only calls a method of `ORDERING` is left out, and
-each count that is changed by one in `COUNTED` is changed by two. A run with a mutation trains, saves and loads with
-late streams, and is compared with plain torch. Run as a program, it writes a table; ``--list`` only shows the
-mutations.
+Owns the mutations and how one is made in a running process; `mutation_table` tries them. They are made from the source,
+so that no list has to be kept. In the files of `ROOMS`,
+
+    left out      a statement that only calls one of `ORDERING` does nothing
+    one more      a count that is changed by n is changed by n + 1 (`COUNTED`); a bound of `BOUNDS` is larger by one
+    earlier       what records how far a stream is (`RECORDING`) changes places with the statement before it
+    elsewhere     memory is not allocated for the stream that frees it last (`ALLOCATING`)
+    pageable      host memory is not page-locked (`LOCKING`)
 """
 
-import argparse
 import ast
+import copy
 import importlib
 import inspect
-import signal
-import sys
-import tempfile
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.accelerator.build import build
-from tests.accelerator.device import BACKENDS, NAME, delayed, start
-from tests.accelerator.test_training import trains_on_two_streams
-from tests.support import gpu_cases
-from tests.support.ranks import RankError, RankPool
 from tests.support.rules import ROOT, place
 
-ROOMS = (
-    "runtime",
-    "memory",
-    "distributed/async_copy.py",
-    "distributed/collectives.py",
-    "optim",
-    "state/checkpoint/save.py",
-)
+ROOMS = ("runtime", "memory", "distributed/async_copy.py", "distributed/collectives.py", "distributed/waits.py")
+ROOMS += ("optim", "state/checkpoint", "state/full.py")
 """Files and folders of the library."""
-ORDERING = {
-    *(
+ORDERING = frozenset(
+    [
         "wait",
         "wait_stream",
         "wait_event",
@@ -49,35 +39,71 @@ ORDERING = {
         "record_stream",
         "mark",
         "marked",
-    ),
-    *("join_compute", "keep_for_reducing", "finish_keeping", "end_keeping", "fetch_after_compute", "end_step"),
-    *("enter_compute", "wait_for_update", "finish", "result"),
-}
+        "join_compute",
+        "keep_for_reducing",
+        "finish_keeping",
+        "end_keeping",
+        "fetch_after_compute",
+        "end_step",
+        "enter_compute",
+        "order_behind_reduction",
+        "finish_shared_reads",
+        "vacate",
+        "make_writable",
+        "make_room",
+        "drain",
+        "add_waiting",
+        "result",
+        "exception",
+        "finish",
+        "finish_update",
+        "drop_update",
+        "wait_for_update",
+        "wait_for_reader",
+        "open_for_writing",
+        "begin_update",
+        "begin_save",
+        "finish_sum",
+        "leave_sum",
+        "wait_for_earlier_save",
+        "end",
+    ]
+)
 """Methods that order streams, threads and the lives of memory."""
-COUNTED = ("memory/blocks.py", "runtime/gathers.py", "runtime/reductions.py")
-LATE = {"compute": (1500, 0), "others": (0, 4000), "random": (1000, 1000)}
-SECONDS = 100
-"""The longest that a run may take before it counts as hanging."""
-BF16, FP32 = torch.bfloat16, torch.float32
-ALONE = [("dense", "offload", BF16, "compute"), ("mixture", "offload, some on disk", FP32, "others")]
-ALONE += [("adapted", "offload, values on disk", BF16, "random")]
-ALONE += [("dense", "zero3, inputs on the host", FP32, late) for late in ("compute", "others")]
-TOGETHER = [("mixture", "zero3", FP32, "compute"), ("mixture", "offload", BF16, "others")]
+COUNTED = ("memory/blocks.py", "memory/host_sums.py", "runtime/gathers.py", "runtime/reductions.py")
+BOUNDS = frozenset(
+    ["idle_uses", "_compute", "REDUCTIONS_IN_FLIGHT", "SUMS_IN_FLIGHT", "most", "for_gradients", "holds"]
+)
+"""Names in comparisons that guard memory."""
+RECORDING = frozenset(["recorded_event", "record_event", "marked", "mark", "all_compute", "until_issued_ends"])
+ALLOCATING = "allocating"
+LOCKING = frozenset(["register_host_memory", "page_lock"])
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A statement that is left out or changed."""
+    """A change of one statement."""
 
     path: Path
     line: int
     column: int
+    kind: str
     function: str
     """The qualified name of the outermost function around it."""
     text: str
 
     def __str__(self) -> str:
-        return f"{place(self.path, self.line)} `{self.text}`"
+        return f"{place(self.path, self.line)} {self.kind}: `{self.text}`"
+
+    @property
+    def module(self) -> str:
+        """The name of the changed module."""
+        return ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+
+    def code(self) -> types.CodeType:
+        """The changed module, compiled."""
+        tree = _Mutator(self).visit(copy.deepcopy(_tree(self.path)))
+        return compile(ast.fix_missing_locations(tree), str(self.path), "exec", dont_inherit=True)
 
 
 def mutations() -> Iterator[Mutation]:
@@ -85,13 +111,16 @@ def mutations() -> Iterator[Mutation]:
     library = ROOT / "elixir_moe"
     for room in ROOMS:
         for path in sorted((library / room).rglob("*.py")) if (library / room).is_dir() else [library / room]:
-            tree = ast.parse(path.read_text())
-            counts = str(path.relative_to(library)) in COUNTED
-            for function, node in _functions(tree):
-                for statement in ast.walk(node):
-                    if _orders(statement) or (counts and _counts(statement)):
-                        text = ast.unparse(statement).partition("\n")[0]
-                        yield Mutation(path, statement.lineno, statement.col_offset, function, text)
+            counted = str(path.relative_to(library)) in COUNTED
+            for function, body in _functions(_tree(path)):
+                found = {(*_start(node), kind): node for kind, node in _changes(body, counted=counted)}
+                for (line, column, kind), node in sorted(found.items(), key=lambda item: item[0]):
+                    yield Mutation(path, line, column, kind, function, ast.unparse(node).partition("\n")[0])
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -102,45 +131,136 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]
             yield from _functions(node, f"{prefix}{node.name}.")
 
 
-def _orders(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+def _start(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _changes(function: ast.AST, *, counted: bool) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.walk(function):
+        if (isinstance(node, ast.Expr) and (_called(node.value) & ORDERING or _keeps_a_record(node))) or (
+            isinstance(node, ast.Return) and isinstance(node.value, ast.Attribute) and node.value.attr == "synchronize"
+        ):
+            yield "left out", node
+        elif counted and isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
+            if "_statistics" not in ast.unparse(node):
+                yield "one more", node
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Gt, ast.GtE, ast.LtE)):
+            if _names(node) & BOUNDS:
+                yield "one more", node
+        elif isinstance(node, ast.withitem) and _called(node.context_expr) == {ALLOCATING}:
+            yield "elsewhere", node.context_expr
+        elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
+            yield "pageable", node.value
+        elif isinstance(node, ast.Call) and _called(node) & LOCKING:
+            yield "pageable", node
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            for before, statement in pairwise(statements) if _is_list(statements) else ():
+                if _calls_in(statement) & RECORDING and _may_change_places(before, statement):
+                    yield "earlier", statement
+
+
+def _is_list(statements: Any) -> bool:
+    return isinstance(statements, list)
+
+
+def _called(node: ast.AST) -> set[str]:
+    """The names of the function that an expression calls; of both if it chooses one."""
+    if not isinstance(node, ast.Call):
+        return set()
+    functions = [node.func.body, node.func.orelse] if isinstance(node.func, ast.IfExp) else [node.func]
+    return {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in functions}
+
+
+def _keeps_a_record(node: ast.Expr) -> bool:
+    return _called(node.value) == {"append"} and bool(_calls_in(node) & RECORDING)
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Variables and attributes in an expression."""
+    return {
+        n.attr if isinstance(n, ast.Attribute) else n.id
+        for n in ast.walk(node)
+        if hasattr(n, "ctx") and isinstance(n, (ast.Attribute, ast.Name))
+    }
+
+
+def _calls_in(statement: ast.stmt) -> set[str]:
+    if not isinstance(statement, (ast.Expr, ast.Assign)):
+        return set()
+    return {name for node in ast.walk(statement) for name in _called(node)}
+
+
+def _may_change_places(before: ast.stmt, statement: ast.stmt) -> bool:
+    """Whether `before` does something, and neither needs a variable that the other sets."""
+    if not isinstance(before, (ast.Expr, ast.With)) or isinstance(getattr(before, "value", None), ast.Constant):
         return False
-    called = node.value.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in ORDERING
+    (set_before, got_before), (set_then, got_then) = _variables(before), _variables(statement)
+    return not (set_before & (got_then | set_then) or set_then & got_before)
 
 
-def _counts(node: ast.AST) -> bool:
-    by_one = isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and node.value.value == 1
-    return by_one and "_statistics" not in ast.unparse(node)
+def _variables(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """(set, read)."""
+    names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    written = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return written, {node.id for node in names if isinstance(node.ctx, ast.Load)}
 
 
 class _Mutator(ast.NodeTransformer):
     def __init__(self, mutation: Mutation) -> None:
-        self.where = (mutation.line, mutation.column)
+        self._where, self._kind = (mutation.line, mutation.column), mutation.kind
+
+    def _is(self, node: Any, kind: str, *types: type) -> bool:
+        return self._kind == kind and isinstance(node, types) and _start(node) == self._where
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == self.where:
-            if isinstance(node, ast.AugAssign):
-                node.value = ast.copy_location(ast.Constant(2), node.value)
-                return node
-            if isinstance(node, ast.Expr):
-                return ast.copy_location(ast.Pass(), node)
+        if self._is(node, "left out", ast.Expr):
+            return ast.copy_location(ast.Pass(), node)
+        if self._is(node, "left out", ast.Return):
+            return ast.copy_location(ast.Return(ast.parse("lambda: None", mode="eval").body), node)
+        if self._is(node, "one more", ast.AugAssign):
+            node.value = ast.copy_location(ast.BinOp(node.value, ast.Add(), ast.Constant(1)), node.value)
+            return node
+        if self._is(node, "one more", ast.Compare):
+            node.comparators[0] = ast.BinOp(node.comparators[0], ast.Add(), ast.Constant(1))
+            return node
+        if self._is(node, "pageable", ast.Constant, ast.Call) and (
+            isinstance(node, ast.Constant) or _called(node) & LOCKING
+        ):
+            return ast.copy_location(ast.Constant(None), node)
+        if self._is(node, "elsewhere", ast.Call):
+            return ast.copy_location(ast.parse("__import__('contextlib').nullcontext()", mode="eval").body, node)
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            for at in range(1, len(statements)) if _is_list(statements) else ():
+                if self._is(statements[at], "earlier", ast.stmt):
+                    statements[at - 1 : at + 1] = statements[at], statements[at - 1]
+                    return node
         return self.generic_visit(node)
 
 
-def apply(mutation: Mutation) -> None:
-    """Changes the function in this process, for whoever has imported it."""
-    tree = _Mutator(mutation).visit(ast.parse(mutation.path.read_text()))
-    module = compile(tree, str(mutation.path), "exec", dont_inherit=True)
-    code = next(code for code in _codes(module) if code.co_qualname == mutation.function)
-    name = ".".join(mutation.path.relative_to(ROOT).with_suffix("").parts)
-    found: Any = importlib.import_module(name)
+@contextmanager
+def applied(mutation: Mutation | None) -> Iterator[None]:
+    """While the context lasts, the function is the changed one for whoever calls it in this process."""
+    if mutation is None:
+        yield
+        return
+    function = _function(mutation)
+    before = function.__code__
+    function.__code__ = next(code for code in _codes(mutation.code()) if code.co_qualname == mutation.function)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def _function(mutation: Mutation) -> types.FunctionType:
+    found: Any = importlib.import_module(mutation.module)
     for part in mutation.function.split("."):
         found = inspect.getattr_static(found, part)
     while not isinstance(found, types.FunctionType) or hasattr(found, "__wrapped__"):
         found = getattr(found, "fget", None) or getattr(found, "__wrapped__", None) or found.__func__
-    found.__code__ = code
+    return found
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -148,59 +268,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _codes(constant)
-
-
-def trains(mutation: Mutation | None, cases: list[Any], alone: bool) -> None:
-    """(rank) Trains with the mutation; `alone`, also on two streams, and saves and loads."""
-    signal.alarm(SECONDS)
-    if mutation is not None:
-        apply(mutation)
-    for model, plan, dtype, late in cases:
-        with delayed(*LATE[late]):
-            loops = [(2, "non_reentrant")]
-            gpu_cases.trains_as_plain_torch(model, plan, dtype, NAME, oracle="cpu", loops=loops)
-    if alone:
-        with delayed(*LATE["random"]):
-            trains_on_two_streams("offload")
-        with delayed(*LATE["random"]), tempfile.TemporaryDirectory() as folder:
-            gpu_cases.saves_and_loads("offload, some on the device", "zero3", NAME, str(Path(folder) / "saved"))
-    signal.alarm(0)
-
-
-def noticed(mutation: Mutation | None) -> str:
-    """How a run with the mutation fails; empty if it does not."""
-    for world, cases in ((1, ALONE), (2, TOGETHER)):
-        pool = RankPool(world, backend=BACKENDS, prepare=start)
-        try:
-            pool.run(trains, mutation, cases, world == 1)
-        except RankError as error:
-            kind = next(iter(error.types.values()))
-            last = str(error).strip().splitlines()[-1]
-            return f"{world} rank(s): {kind}: {last[:90]}"
-        finally:
-            pool.close()
-    return ""
-
-
-def main() -> int:
-    """Writes a table of the mutations whose place contains one of the arguments, or of all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", help="text in the place of a mutation, as in streams.py:87")
-    parser.add_argument("--list", action="store_true", help="show the mutations and run none")
-    arguments = parser.parse_args()
-    chosen = [m for m in mutations() if not arguments.only or any(text in str(m) for text in arguments.only)]
-    write = partial(print, flush=True)
-    if arguments.list:
-        write(*chosen, sep="\n")
-        return 0
-    build()
-    if (failed := noticed(None)) != "":
-        sys.exit(f"without a mutation: {failed}")
-    write("| mutation | noticed |\n|---|---|")
-    for mutation in chosen:
-        write(f"| {mutation} | {noticed(mutation) or 'no'} |")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

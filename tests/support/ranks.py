@@ -138,7 +138,7 @@ class RankPool:
                 continue
             try:
                 ok, value = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 failures[rank] = ("Died", "the process ended")
                 continue
             results.append(value)
