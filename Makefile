@@ -33,8 +33,8 @@ $(DOCS_STAMP): $(STAMP)
 # Every Python of the tests would compile all files of the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two files at a time, in their order: while ranks of one wait for each other, the other computes.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time: while ranks of one wait for each other or for a disk, the others compute, on two cores, too.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The programs' tests: the commands, training and fine-tuning, the papers' tables, and what the documents show.
 PROGRAMS := tests/tools tests/benchmarks tests/certificate tests/faults tests/museum tests/distributed/test_ending.py \
