@@ -17,7 +17,7 @@ from elixir_moe.planner.cost import Seconds
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Task, price, shortage, solve
+from elixir_moe.planner.solve import Packings, Task, price, shortage, solve
 from elixir_moe.planner.timeline import Timeline, elapsed_seconds
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
@@ -197,6 +197,12 @@ def task(room: float, profile: Profile | None = None) -> Task:
     return Task(profile=profile, hardware=hardware, gpus=1, capacity_bytes=capacity, host_bytes=1 << 40)
 
 
+@cache
+def packings(accumulation: int = 1) -> Packings:
+    """The step of all these problems, whatever fits on the device."""
+    return Packings(replace(task(0.5), accumulation=accumulation))
+
+
 def test_work_between_events_adds_up_and_a_cpu_waits_for_copies() -> None:
     profile = traced()
     assert len(profile.work) == len(profile.events) + 1
@@ -206,7 +212,7 @@ def test_work_between_events_adds_up_and_a_cpu_waits_for_copies() -> None:
 
 def test_a_stall_is_what_the_timeline_is_longer_than_perfect_overlap() -> None:
     given = task(0.5)
-    found = solve(given)
+    found = solve(given, packings())
     schedule, positions = given.profile.step_order.timed(found.layout)
     assert schedule.entries == given.profile.schedule(found.layout).entries
     assert positions == sorted(positions) and len(positions) == len(schedule.entries)
@@ -225,8 +231,8 @@ def test_a_stall_is_what_the_timeline_is_longer_than_perfect_overlap() -> None:
 @pytest.mark.parametrize("room", with_further([0.4, 0.5, 0.6, 0.7, 0.8], [0.4, 0.7]))
 def test_blocks_that_hide_fetches_are_worth_more_than_chunks_on_the_device(room: float) -> None:
     given = task(room)
-    blind = solve(replace(given, profile=replace(given.profile, work=())))
-    found, without = solve(given), price(given, blind.plan)
+    blind = solve(replace(given, profile=replace(given.profile, work=())), packings())
+    found, without = solve(given, packings()), price(given, blind.plan)
     assert not shortage(found.task, found.size)
     assert price(given, found.plan) == found, "what was found is what the plan says"
     assert without.seconds.step - without.seconds.stall + without.seconds.hidden_update == pytest.approx(
@@ -239,7 +245,7 @@ def test_blocks_that_hide_fetches_are_worth_more_than_chunks_on_the_device(room:
 
 @pytest.mark.parametrize("room", with_further([0.4, 0.5, 0.6, 0.7, 0.8], [0.5]))
 def test_several_backwards_stall_no_less_than_one(room: float) -> None:
-    one, five = (solve(replace(task(room), accumulation=n)) for n in (1, 5))
+    one, five = (solve(replace(task(room), accumulation=n), packings(n)) for n in (1, 5))
     again = price(replace(one.task, accumulation=5), one.plan)
     assert again.seconds.stall >= 4 * one.seconds.stall
     assert five.seconds.step <= again.seconds.step
