@@ -251,8 +251,8 @@ class CacheState:
         """The schedule that the cache follows; None if there is none yet."""
         return self._schedule
 
-    def follow(self, schedule: Schedule) -> None:
-        """Follows `schedule` from now on, beginning at its start."""
+    def follow(self, schedule: Schedule | None) -> None:
+        """Follows `schedule` from now on, beginning at its start; None until a schedule is known."""
         self._schedule = schedule
         self.rewind()
 

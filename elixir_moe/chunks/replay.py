@@ -5,9 +5,11 @@ Owns `StepOrder`, which plays the events of a step to the step machine and so ha
 it.
 """
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, Schedule, Verb, gradients_of
 from elixir_moe.chunks.calls import CallStack
@@ -23,6 +25,7 @@ from elixir_moe.chunks.events import (
     StepEvent,
     has_backward,
 )
+from elixir_moe.chunks.legs import Legs
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.step_machine import Answer, ParamId, StepMachine, Unit
 from elixir_moe.chunks.units import chosen_units, units_of
@@ -40,14 +43,21 @@ class StepOrder:
         """The backward was traced; else it is assumed from the order of forward."""
         self._events = events if self.observed else (*events, *_assumed_backward(modules, events, trainable))
 
-    def schedule(self, layout: Layout) -> Schedule:
-        """The requests of forward and backward to the rCache, as the runtime will record them."""
-        return self.timed(layout)[0]
+    @cached_property
+    def _legs(self) -> Legs:
+        return Legs(self._modules, self._events)
 
-    def timed(self, layout: Layout) -> tuple[Schedule, list[int]]:
+    def schedule(self, layout: Layout, micro_batches: int = 1) -> Schedule:
+        """The requests of forward and backward to the rCache, as the runtime will record them.
+
+        `micro_batches`: how many pass each layer together.
+        """
+        return self.timed(layout, micro_batches)[0]
+
+    def timed(self, layout: Layout, micro_batches: int = 1) -> tuple[Schedule, list[int]]:
         """The schedule, and for each of its entries the position of the event that asks for it."""
         requests = _Requests(layout)
-        _Replay(self._modules, layout, requests).play(self._events)
+        _Replay(self._modules, layout, requests).play(self._legs, micro_batches)
         kept = {chunk.index for chunk in layout.chunks if not chunk.key.trainable}
         return Schedule(requests.entries, kept=kept), requests.made_at
 
@@ -160,16 +170,16 @@ class _Replay:
         self._units = units_of(chosen_units(modules, layout), layout, str)
         self._slot_of = {slot.param: (chunk.index, i) for chunk in layout.chunks for i, slot in enumerate(chunk.slots)}
         self._trainable = {chunk.index for chunk in layout.chunks if chunk.key.trainable}
+        self._cached = {chunk.index for chunk in layout.cached}
         self._requests = requests
         self._machine = StepMachine(self._units.values(), self._trainable, requests)
         self._stack = CallStack(self._machine, requests)
-        self._runs: dict[int, list[tuple[int, int]]] = {}
-        """By module: the positions of entry and exit of its runs in forward."""
+        self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """By micro-batch and module: the positions of entry and exit of its runs in forward."""
+        self._number = 0
+        """The micro-batch whose event is being played."""
         self._operator = 0
-
-    def play(self, events: Iterable[StepEvent]) -> None:
-        """Plays a forward and a backward."""
-        tell = {
+        self._tell = {
             ENTER: self._enter,
             LEAVE: self._leave,
             READ: self._read,
@@ -178,12 +188,63 @@ class _Replay:
             EXPECT: self._expect,
             ACCUMULATE: self._accumulate,
         }
-        for self._requests.position, event in enumerate(events):
-            if not event.is_forward and self._machine.backward is None:
-                self._machine.begin()
-            tell[event.kind](event)
-        if self._machine.backward is not None:
-            self._machine.end()
+
+    def play(self, legs: Legs, micro_batches: int) -> None:
+        """Plays the forwards of some micro-batches, in turns, and one backward of all."""
+        leg_of = self._play_forwards(legs, micro_batches)
+        if not legs.backward:
+            return
+        self._machine.begin()
+        for leg in legs.split(leg_of):
+            for number in reversed(range(micro_batches)):
+                self._machine.micro_batch = number
+                for position, event in leg:
+                    if not number or event.kind not in (EXPECT, ACCUMULATE) or legs.comes_apart(event):
+                        self._play(event, number, len(legs.forward) + position)
+        self._machine.end()
+
+    def _play_forwards(self, legs: Legs, micro_batches: int) -> list[int]:
+        """Plays forwards in turns; returns the leg of each event of the last one, as backward has them.
+
+        A reentrant checkpoint has made its node of autograd in the leg before that of its region.
+        """
+        starts: list[int] = []
+        stacks = [CallStack(self._machine, self._requests) for _ in range(micro_batches)]
+        running = deque((number, self._forward(legs, number)) for number in range(micro_batches))
+        while running:
+            number, forward = running.popleft()
+            self._stack = stacks[number]
+            self._machine.turn_to(number)
+            if (start := next(forward, None)) is not None:
+                running.append((number, forward))
+                starts += [start] * (number == micro_batches - 1)
+        return [bisect_right(starts, position) - apart for position, apart in enumerate(legs.is_apart)]
+
+    def _forward(self, legs: Legs, number: int) -> Iterator[int]:
+        """Plays the forward of a micro-batch; yields where it hands its turn on."""
+        region: int | None = None
+        for position, (event, inside) in enumerate(zip(legs.forward, legs.region_at, strict=True)):
+            if (inside is None or inside != region) and self._gathers(event):
+                region = inside
+                if legs.is_apart[position]:
+                    self._machine.arrive()
+                yield position
+            self._play(event, number, position)
+
+    def _play(self, event: StepEvent, number: int, position: int) -> None:
+        """Plays an event of a micro-batch; `position` counts the events of one."""
+        self._number, self._requests.position = number, position
+        self._tell[event.kind](event)
+
+    def _gathers(self, event: StepEvent) -> bool:
+        """Whether an event of forward asks for weights that have to be gathered."""
+        if event.kind is LEAVE:
+            return False
+        unit = self._units.get(event.module)
+        if event.kind is ENTER and (unit is not None or not event.module):
+            return unit is not None and not self._cached.isdisjoint(unit.chunks)
+        params = event.params if event.kind is READ else self._modules[event.module].params
+        return not self._cached.isdisjoint(chunk for chunk, _ in self._free(params))
 
     def _enter(self, event: StepEvent) -> None:
         unit = self._units.get(event.module)
@@ -195,21 +256,23 @@ class _Replay:
     def _leave(self, event: StepEvent) -> None:
         call = self._stack.leave(event.module, with_grad=event.with_grad)
         if call is not None and call.left and not call.recomputes:
-            self._runs.setdefault(event.module, []).append((call.entered, call.left))
+            self._runs.setdefault((self._number, event.module), []).append((call.entered, call.left))
 
     def _read(self, event: StepEvent) -> None:
-        """Reads the parameters that no unit holds: the others are as usual, and no function asks for them."""
-        held, owners_of = self._requests.held, self._machine.owners_of
-        slots = (self._slot_of[p] for p in event.params)
-        free = tuple(slot for slot in slots if not any(held[unit] for unit in owners_of(slot)))
-        if free:
+        if free := self._free(event.params):
             modes = {"with_grad": event.with_grad, "in_backward": event.in_backward}
             self._stack.end_read(self._stack.begin_read(free, lambda: "a read", **modes))
+
+    def _free(self, params: Iterable[int]) -> tuple[ParamId, ...]:
+        """The parameters that no unit holds: the others are as usual, and no function asks for them."""
+        held, owners_of = self._requests.held, self._machine.owners_of
+        slots = (self._slot_of[p] for p in params)
+        return tuple(slot for slot in slots if not any(held[unit] for unit in owners_of(slot)))
 
     def _reach(self, event: StepEvent) -> None:
         unit = self._units.get(event.module)
         if unit is not None:
-            runs = self._runs.get(event.module, [])
+            runs = self._runs.get((self._number, event.module), [])
             self._machine.reach(unit, *(self._machine.positions(unit) if event.run < 0 else runs[event.run]))
 
     def _unpack(self, event: StepEvent) -> None:

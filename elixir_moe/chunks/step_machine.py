@@ -19,6 +19,9 @@ and `chunks.replay` what a step will do, both by way of `chunks.calls`, so that 
 Passing. Every entry and exit in forward gets the next number. Autograd runs nodes in the reverse order of their
 creation. So when backward reaches a run that forward left at number e, it has passed everything entered after e:
 gradients still missing there will not come, and count as zero.
+
+Micro-batches. Several forwards may take turns, layer by layer, before one backward of all. `turn_to` tells which
+micro-batch runs. All draw their numbers from one clock, so that passing means the same for all of them.
 """
 
 import sys
@@ -117,6 +120,8 @@ class Forward:
 
     start: int
     """A number below all numbers of this forward."""
+    micro_batch: int = 0
+    """The micro-batch whose turn it was when the forward began."""
     entered: dict[Unit, int] = field(default_factory=dict)
     """The number at which forward first entered each unit."""
     left: dict[Unit, int] = field(default_factory=dict)
@@ -140,6 +145,8 @@ class Backward:
     """(number of entry, unit) of units held until backward has passed them."""
     missing: dict[Unit, set[ParamId]] = field(default_factory=dict)
     """The parameters whose gradients are incomplete, of each unit that has complete ones."""
+    runs: dict[Unit, int] = field(default_factory=dict)
+    """The number of entry of the run of each unit that backward came to last."""
     region: int = sys.maxsize
     """The number at which forward entered the first unit of the last recomputed region."""
 
@@ -180,13 +187,36 @@ class StepMachine:
         """The forward of the last backward: all that began before the point where it started, merged."""
         self.round_is_open = False
         """The requests so far are not those of a whole forward and backward: the graph is kept, or a forward waits."""
+        self.micro_batch = 0
+        """The micro-batch that runs, of those whose forwards take turns; in backward, the one that is recomputed."""
+        self._past_of: dict[int, Forward] = {}
+        """By micro-batch: its part of `past`, if there are several."""
         self._current: Forward | None = None
+        self._suspended: dict[int, Forward | None] = {}
+        """The running forward of each micro-batch whose turn it is not."""
+        self._arrived: dict[int, int] = {}
+        """By micro-batch: the number that its next entry has got already."""
+        self._incomplete: defaultdict[int, dict[ParamId, None]] = defaultdict(dict)
+        """By chunk: parameters of whose gradients some micro-batches have brought theirs; autograd adds the others."""
         self.unpacked: list[int] = []
         """Chunks that are held for the operator of autograd that has wanted them."""
         self._operator: object = None
         self._order.clear()
 
     # ------------------------------------------------------------------------------------------------------- forward
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Records that another micro-batch runs from now on."""
+        self._suspended[self.micro_batch] = self._current
+        self.micro_batch, self._current = micro_batch, self._suspended.get(micro_batch)
+
+    def arrive(self) -> None:
+        """Numbers the entry that follows when the turn of its micro-batch has come round again.
+
+        A reentrant checkpoint has made its node of autograd before its region runs.
+        """
+        self.clock += 1
+        self._arrived[self.micro_batch] = self.clock
 
     def begin_call(self) -> None:
         """Records that a forward begins that is inside no other."""
@@ -232,9 +262,10 @@ class StepMachine:
 
     def _note(self, unit: Unit) -> int:
         """Numbers and records the entry of forward into `unit`."""
-        self.clock = number = self.clock + 1
+        if (number := self._arrived.pop(self.micro_batch, 0)) == 0:
+            self.clock = number = self.clock + 1
         if self._current is None:
-            self._current = Forward(number - 1)
+            self._current = Forward(number - 1, self.micro_batch)
             self.forwards.append(self._current)
             if len(self.forwards) > _MOST_FORWARDS:  # most likely, the first ones never get a backward
                 self.forwards[:2] = [_merged(self.forwards[:2])]
@@ -284,11 +315,14 @@ class StepMachine:
             return None
         if not keep:
             self.forwards = [forward for forward in self.forwards if forward not in mine]
+        numbers = {forward.micro_batch for forward in mine}
+        self._past_of = {n: _merged([f for f in mine if f.micro_batch == n]) for n in numbers if len(numbers) > 1}
         return _merged(mine)
 
     def positions(self, unit: Unit) -> tuple[int, int]:
         """The numbers at which forward first entered and last left a unit that backward runs again."""
-        return self.past.entered.get(unit, 0), self.past.left.get(unit, sys.maxsize)
+        past = self._past_of.get(self.micro_batch, self.past)
+        return past.entered.get(unit, 0), past.left.get(unit, sys.maxsize)
 
     def reach(self, unit: Unit, entered: int, left: int) -> None:
         """Records that backward comes to a run of `unit` that forward entered and left at these numbers."""
@@ -296,6 +330,7 @@ class StepMachine:
         if (unit, left) in self.backward.reached:
             return
         self.backward.reached.add((unit, left))
+        self.backward.runs[unit] = entered
         self.end_operator()
         self._pass(left, self.backward)
         self._actions.acquire(unit)
@@ -312,15 +347,16 @@ class StepMachine:
         entered later is done, or runs again with it. For a unit that ran more than once, it is unknown which run this
         is. `with_grad`: autograd records the run.
         """
-        backward, past = self.backward, self.past
+        backward, past = self.backward, self._past_of.get(self.micro_batch, self.past)
         assert backward is not None
         entered = past.entered.get(unit, sys.maxsize if unit.is_read else 0)
-        if with_grad and past.unrecomputed[unit]:
-            past.unrecomputed[unit] -= 1
+        if with_grad and self.past.unrecomputed[unit]:
+            self.past.unrecomputed[unit] -= 1
         self.end_operator()
         if entered < backward.region and unit not in past.repeated:
             self._release_after(entered, backward, reached=True)
             backward.region = entered
+        backward.runs[unit] = entered
         self._actions.acquire(unit)
         if not unit.saves_no_weights:
             backward.holds.append((entered, unit))
@@ -348,6 +384,11 @@ class StepMachine:
         if self.unpacked:
             self.end_operator()
         backward, more, owners = self.backward, self.past.unrecomputed, self._owners[slot]
+        if self._past_of:
+            if backward is not None and any(more[unit] or self._runs_again(unit, backward) for unit in owners):
+                self._incomplete[slot[0]][slot] = None
+                return
+            self._incomplete[slot[0]].pop(slot, None)
         for unit in owners:
             if unit.rank_dependent or (more and more[unit]):
                 self._actions.accept_gradient(slot)
@@ -364,6 +405,15 @@ class StepMachine:
         self._actions.accept_gradient(slot)
         if self._order.expect_no_more(slot):
             self._reduce_ready()
+
+    def _runs_again(self, unit: Unit, backward: Backward) -> bool:
+        """Whether backward has yet to come to a run of `unit` before the one it is in.
+
+        Autograd adds the gradients of a parameter before it brings them; those of reentrant checkpoints come one by
+        one.
+        """
+        first = self.past.entered.get(unit)
+        return first is not None and backward.runs.get(unit, first) > first
 
     def _release_early(self, unit: Unit, backward: Backward) -> None:
         ended = [hold for hold in backward.holds if hold[1] is unit]
@@ -397,7 +447,12 @@ class StepMachine:
 
     def _reduce_ready(self) -> None:
         for chunk in self._order.ready():
+            self._accept_incomplete(chunk)
             self._actions.reduce(chunk)
+
+    def _accept_incomplete(self, chunk: int) -> None:
+        for slot in self._incomplete.pop(chunk, ()):
+            self._actions.accept_gradient(slot)
 
     def end(self) -> None:
         """Ends a backward: no further gradient will come."""
@@ -406,6 +461,8 @@ class StepMachine:
         self._pass(-1, self.backward)
         self._order.expect_nothing()
         self._reduce_ready()
+        for chunk in sorted(self._incomplete):
+            self._accept_incomplete(chunk)
         self._actions.finish()
         self._order.clear()
         self.round_is_open |= bool(self.forwards)  # the graph is kept, or another forward awaits its backward
@@ -482,7 +539,7 @@ class ReductionOrder:
 
 def _merged(forwards: Sequence[Forward]) -> Forward:
     """One forward in the place of several, given in their order."""
-    merged = Forward(forwards[0].start)
+    merged = Forward(forwards[0].start, forwards[0].micro_batch)
     for forward in forwards:
         merged.repeated |= forward.repeated | (forward.entered.keys() & merged.entered.keys())
         merged.entered = forward.entered | merged.entered
