@@ -38,7 +38,7 @@ else:
 class _Package(ModuleType):
     """Python binds each file that is imported to its name in the package; these names are functions."""
 
-    functions = frozenset({"wrap", "inspect", "linear_cross_entropy"})
+    functions = frozenset({"accumulate", "wrap", "inspect", "linear_cross_entropy"})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in self.functions and isinstance(value, ModuleType)):

@@ -8,7 +8,7 @@ it. A device whose module has no streams, such as "mps", is refused by name.
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -90,6 +90,14 @@ def on_stream(stream: torch.Stream) -> AbstractContextManager[object]:
     """A context in which `stream` is the current one of its device."""
     context: AbstractContextManager[object] = api(stream.device).stream(stream)
     return context
+
+
+def on_same_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Returns what makes, on another thread, a context with this thread's device and stream."""
+    if not is_accelerator(device):
+        return nullcontext
+    stream = current_stream(device)
+    return lambda: on_stream(stream)
 
 
 def recorded_event(device: torch.device, *, blocking: bool = False) -> torch.Event:
@@ -178,6 +186,25 @@ def random_states() -> dict[str, Tensor]:
     """Returns the random state of the accelerator by the name of its kind, if this process has used one."""
     device = _used()
     return {} if device is None else {device.type: api(device).get_rng_state()}
+
+
+def seeded_states(seed: int) -> dict[str, Tensor]:
+    """Returns random states of the host, and of the accelerator if this process has used one, that begin at a seed."""
+    device = _used()
+    found = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+    if device is not None:
+        found[device.type] = torch.Generator(current(device)).manual_seed(seed).get_state()
+    return found
+
+
+def exchange_states(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sets random states as `seeded_states` returns them; returns those that were there."""
+    found = {}
+    for kind, state in states.items():
+        module: Any = torch if kind == "cpu" else getattr(torch, kind)
+        found[kind] = module.get_rng_state()
+        module.set_rng_state(state)
+    return found
 
 
 def fork_random_states() -> AbstractContextManager[None]:

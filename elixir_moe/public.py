@@ -3,6 +3,7 @@
 Owns the list. `elixir_moe` imports this file at the first use of a name.
 """
 
+from elixir_moe.accumulate import accumulate
 from elixir_moe.chunks.ledger import Footprint
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier
 from elixir_moe.chunks.statistics import Statistics
@@ -58,6 +59,7 @@ __all__ = [
     "Tier",
     "TierError",
     "UsageError",
+    "accumulate",
     "annotate",
     "dequantize",
     "expert_mesh",

@@ -9,10 +9,13 @@ module, optimizer or operator cannot be imported, and a function around it would
 where they are needed, and `ATTRIBUTES` lists them, including those of `nn.Module` that a subclass or a hook relies on.
 """
 
+import ctypes
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import repeat, starmap
 from typing import Any
 
 import torch
@@ -48,6 +51,16 @@ def _torch(path: str) -> Any:
     return _at(torch, "torch", path)
 
 
+def _symbol(name: str) -> Any:
+    """A function of torch's C++ library without arguments, by its mangled name."""
+    try:
+        function = ctypes.PyDLL(_torch("_C").__file__)[name]
+    except AttributeError as error:
+        raise _missing(name) from error
+    function.argtypes, function.restype = (), None
+    return function
+
+
 def _at(owner: Any, owner_name: str, path: str) -> Any:
     for name in path.split("."):
         try:
@@ -60,6 +73,7 @@ def _at(owner: Any, owner_name: str, path: str) -> Any:
 try:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
@@ -68,6 +82,7 @@ except ImportError as error:
     raise _missing(f"name that an import needs ({error})") from error
 
 IMPORTED = {
+    "DeviceContext": "To recognize the function mode of a default device. No public class or function tells it.",
     "FakeTensor": "To recognize the tensors of a trace, which have no data; torch has no public test for them.",
     "FakeTensorMode": "A trace runs a model without memory. Tensors on meta do not suffice: they forget their device.",
     "TorchDispatchMode": "Sees every operator below autograd. `TorchFunctionMode`, which is public, sees no backward.",
@@ -97,6 +112,8 @@ dispatch_depth: Callable[[], int] = _torch("_C._len_torch_dispatch_stack")
 """The number of active dispatch modes, without making a list: needed for each gather and reduction."""
 function_depth: Callable[[], int] = _torch("_C._len_torch_function_stack")
 """The number of active function modes, including `torch.device`; needed as often."""
+function_modes: Callable[[], list[Any]] = _torch("overrides._get_current_function_mode_stack")
+"""The active function modes, to find those other than a default device. No public function returns them."""
 without_last_dispatch_mode: Callable[[], AbstractContextManager[Any]] = _torch(
     "utils._python_dispatch._pop_mode_temporarily"
 )
@@ -128,6 +145,18 @@ that no public function reads."""
 next_sequence_number: Callable[[], int] = _torch("_C._autograd._get_sequence_nr")
 """The number of the next node that autograd makes on this thread; it is the same for all inputs that a checkpointed
 region saves. A pack hook gets only the tensor."""
+_next_number: Callable[[], None] = _symbol("_ZN2at15sequence_number17get_and_incrementEv")
+"""``at::sequence_number::get_and_increment()``, which takes a sequence number from this thread's. In Python only the
+making of a node does, and takes twenty times as long."""
+
+
+def advance_sequence_number(least: int) -> None:
+    """Makes the nodes that autograd makes on this thread have at least this number from now on."""
+    missing = least - next_sequence_number()
+    if missing > 0:
+        deque(starmap(_next_number, repeat((), missing)), maxlen=0)
+
+
 current_node: Callable[[], Any] = _torch("_C._current_autograd_node")
 """The node that autograd runs; None outside of backward. Hooks of a node (`Node.register_prehook`) would need one on
 every node of the graph."""

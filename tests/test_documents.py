@@ -123,7 +123,7 @@ def test_every_snippet_is_python() -> None:
 @pytest.mark.parametrize(
     ("name", "number", "printed"),
     [
-        ("training_loop", 11, '"scatter": true'),
+        ("training_loop", 12, '"scatter": true'),
         ("weights", 3, ""),
         ("wrapped", 8, "host"),
         ("i_want_to", 1, "eval_loss"),

@@ -13,7 +13,7 @@ Sources: Elixir v1, VI and VII (no write on eviction); v2, 4.3 (prefetch in the 
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, CacheRequest, CacheState, Load, Schedule, Verb
@@ -64,7 +64,12 @@ class Gathers:
         """Requests to the rCache decide gathers of several ranks: all ranks must make them in one order."""
         self._cached: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._record: list[CacheRequest] = []
-        self._rounds_missed = 0
+        self._micro_batches = 1
+        """How many pass each layer together in this round."""
+        self._schedules: dict[int, Schedule | None] = {}
+        """By number of micro-batches: the schedule that the last round of so many has followed."""
+        self._rounds_missed: Counter[int] = Counter()
+        """By number of micro-batches: the last rounds in a row that did not follow the schedule."""
         self._queue: deque[Weights] = deque()
         """Gathers decided and not yet begun, in the order of the decisions, which is the same on all ranks."""
         streams.fetch_after_compute()  # shards and blocks were filled on the current stream
@@ -317,15 +322,30 @@ class Gathers:
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
+    def begin_round(self, micro_batches: int, predict: Callable[[], Schedule | None] = lambda: None) -> None:
+        """Follows the schedule of a round in which so many micro-batches pass each layer together.
+
+        `predict` gives it the first time. Without one, the cache learns a schedule.
+        """
+        if micro_batches == self._micro_batches:
+            return
+        self._schedules[self._micro_batches] = self.cache.schedule
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = predict()
+        self._micro_batches = micro_batches
+        self.forget_round()
+        self.cache.follow(self._schedules[micro_batches])
+
     def learn(self) -> None:
         """Ends a round of requests; it becomes the schedule if there is none or several rounds in a row missed it."""
         record, self._record = self._record, []
-        self._rounds_missed = 0 if self.cache.rewind() else self._rounds_missed + 1
-        if self.cache.schedule is None or self._rounds_missed >= _MISSES_BEFORE_NEW_SCHEDULE:
+        missed = self._rounds_missed[self._micro_batches]
+        self._rounds_missed[self._micro_batches] = missed = 0 if self.cache.rewind() else missed + 1
+        if self.cache.schedule is None or missed >= _MISSES_BEFORE_NEW_SCHEDULE:
             kept = {one.chunk.spec.index for one in self._weights if not one.chunk.spec.key.trainable}
             self.cache.follow(Schedule(record, kept=kept))
             _LOG.debug("the rCache follows a schedule learned in the last step: %d requests", len(record))
-            self._rounds_missed = 0
+            self._rounds_missed[self._micro_batches] = 0
 
     def forget_round(self) -> None:
         """Forgets the requests of this round, which becomes no schedule."""

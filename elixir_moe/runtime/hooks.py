@@ -15,6 +15,8 @@ Elsewhere. A function that reads a parameter outside its running unit borrows it
            one it packs what autograd saves under every plan, since no unit holds the parameter in backward.
 Addresses. A parameter whose address is asked for is lent to what runs: to the innermost call, to an autograd function
            outside of calls until the next call or backward, and in backward until the next operator.
+Turns.     Forwards of several micro-batches (`em.accumulate`) hand a turn on where one of them is to gather weights, so
+           that all pass a layer before the next is gathered (`chunks.legs`). What runs is kept for each of them.
 Reset.     What a call, read or backward has begun and not ended (`phase`) is given up by the next outermost call or
            read, `zero_grad` or `step`.
 """
@@ -22,10 +24,12 @@ Reset.     What a call, read or backward has begun and not ended (`phase`) is gi
 import sys
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from elixir_moe.accelerator import is_accelerator, is_capturing
+from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.calls import CallStack
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
@@ -47,15 +52,21 @@ from elixir_moe.runtime.param_access import ParamAccess, Switch
 from elixir_moe.runtime.phase import READABLE
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
+from elixir_moe.runtime.turns import Turns
 from elixir_moe.torch_private import (
     DIFFERENTIATING,
     DisableTorchFunctionSubclass,
+    advance_sequence_number,
     at_end_of_backward,
     interpreter,
     keeps_graph,
+    next_sequence_number,
     running_node,
+    top_saved_tensors_hooks,
     will_execute,
 )
+
+T = TypeVar("T")
 
 
 class _Actions:
@@ -91,6 +102,16 @@ class _Actions:
             switches = self._access.switches(chunks[chunk].parameters[index] for chunk, index in unit.slots)
             self._switches[unit] = switches
         return switches
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward whose turn it is not."""
+
+    stack: CallStack
+    saving: saved_tensors_hooks | None = None
+    region: object = None
+    """The checkpointed region in which it has handed its turn on last; None outside of one."""
 
 
 class Hooks:
@@ -135,6 +156,18 @@ class Hooks:
         """Decides what the step asks for."""
         self._stack = CallStack(self.machine, self._actions)
         self._saved = SavedTensors(scheduler, placeholder, self.machine, self._begin_backward, checkpoints)
+        self._turns: Turns[Any] | None = None
+        """The forwards that take turns."""
+        self._others: dict[int, _Forward] = {}
+        """By micro-batch: the forwards whose turn it is not."""
+        self._region: object = None
+        """The checkpointed region in which the present one has handed its turn on last."""
+        self._turn_starts: list[tuple[int, int]] = []
+        """(autograd's sequence number at its start, micro-batch) of each turn of the forwards that await a backward."""
+        self._next_number = 0
+        """The sequence number of the first node of the next turn."""
+        self._in_fp32: list[nn.Parameter] = []
+        """The parameters whose gradients autograd sums in fp32 now."""
         self._install(units)
 
     def _install(self, units: Mapping[Unit, nn.Module]) -> None:
@@ -166,18 +199,24 @@ class Hooks:
         recomputes = in_backward()
         if recomputes:
             self._begin_backward()
+            self._find_micro_batch()
         elif not self._stack.calls or module is self._root:
             self._phase.require(READABLE, "a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
-            raise UsageError("two threads run a wrapped model at once: let one wait for the other")
+            raise UsageError(_TWO_THREADS)
+        if self._turns is not None and unit is not None and not recomputes:
+            self._hand_on(unit.chunks)
         call = self._stack.enter(id(module), unit, with_grad=torch.is_grad_enabled(), in_backward=recomputes)
         if call.outermost and self._packs:
-            self._saving = self._saved.hooks()
+            self._saving = self._saved.hooks(continues=bool(self._others))
             self._saving.__enter__()
 
-    def _begin(self) -> None:
-        """Starts a call or read that is inside no other; resets unfinished work first."""
+    def _begin(self, micro_batches: int = 1, predict: Callable[[], Schedule | None] = lambda: None) -> None:
+        """Starts a call or read that is inside no other; resets unfinished work first.
+
+        The arguments are those of `Gathers.begin_round`.
+        """
         transform = interpreter()
         if transform is not None and transform.key() in DIFFERENTIATING:
             raise UsageError(
@@ -189,12 +228,17 @@ class Hooks:
                 "a CUDA graph cannot capture a wrapped model, whose weights move between steps: capture parts of the "
                 "step that meet none of its parameters"
             )
-        if self._phase.unfinished:
+        in_turn = self._turns is not None and self._turns.is_mine()
+        if self._turns is not None and not in_turn and not self._turns.is_callers():
+            raise UsageError(_TWO_THREADS)
+        if not in_turn and self._phase.unfinished:
             self.reset()
         if self._stack.loans and not in_function():
             self._stack.end_loans()
         self._thread = threading.get_ident()
-        WAITS.callers.add(self._thread)
+        if not in_turn:
+            WAITS.callers.add(self._thread)
+            self._scheduler.gathers.begin_round(micro_batches, predict)
         self._phase.begin_call()
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
@@ -228,8 +272,12 @@ class Hooks:
         outermost = not self._stack.calls and not backward
         if outermost:
             self._begin()
-        self._begin_backward()
+        if backward:
+            self._begin_backward()
+            self._find_micro_batch()
         slots, label = self._read_of(parameters)
+        if self._turns is not None and recorded:
+            self._hand_on([chunk for chunk, _ in slots])
         read = self._stack.begin_read(slots, label, with_grad=with_grad, in_backward=backward, recorded=recorded)
         try:
             with self._saved.hooks() if with_grad and not self._stack.calls else nullcontext():
@@ -282,6 +330,8 @@ class Hooks:
             if not in_function():
                 return False
             self._begin()
+        if self._turns is not None:
+            self._hand_on([self._slot_of[parameter][0]])
         self._stack.lend(*self._read_of([parameter]))
         if outside:
             self._phase.end_call()
@@ -293,6 +343,114 @@ class Hooks:
             tuple(self._slot_of[p] for p in parameters),
             lambda: f"a read of {', '.join(self._names[p] for p in parameters[:4])}",
         )
+
+    # ------------------------------------------------------------------------------------------------------------ turns
+
+    def run_in_turns(
+        self,
+        forwards: Sequence[Callable[[], T]],
+        predict: Callable[[], Schedule | None],
+        resume: Callable[[int], None],
+        suspend: Callable[[int], None],
+    ) -> list[T]:
+        """Runs the forwards of several micro-batches, which pass each layer together; one backward of all must follow.
+
+        Args:
+            forwards: one for each micro-batch.
+            predict: gives the schedule of such a step, if it is known.
+            resume, suspend: called with the number of a forward on its thread when its turn begins, and when it ends.
+        """
+
+        def begin_turn(number: int) -> None:
+            self._resume(number)
+            resume(number)
+
+        def end_turn(number: int) -> None:
+            suspend(number)
+            self._suspend(number)
+
+        self._phase.require(READABLE, "em.accumulate")
+        self._begin(len(forwards), predict)
+        stack = self._stack
+        try:
+            self._turns = Turns(forwards, begin_turn, end_turn)
+            self._phase.begin_turns()
+            self._sum_in_fp32()
+            self._turn_starts, self._next_number = [], next_sequence_number()
+            results: list[T] = self._turns.run()
+            self._turns = None
+        except BaseException:
+            self.reset()
+            raise
+        for other in self._others.values():
+            stack.loans += other.stack.loans
+        self._stack = stack
+        self._others.clear()
+        advance_sequence_number(self._next_number)
+        self._turn_starts.append((self._next_number, -1))
+        self.machine.turn_to(0)
+        self._phase.end_turns()
+        return results
+
+    def _resume(self, number: int) -> None:
+        """Restores what runs in a micro-batch; its next nodes come after all that others have made."""
+        advance_sequence_number(self._next_number)
+        self._turn_starts.append((self._next_number, number))
+        mine = self._others.pop(number, None) or _Forward(CallStack(self.machine, self._actions))
+        self._stack, self._saving, self._region = mine.stack, mine.saving, mine.region
+        self.machine.turn_to(number)
+        self._thread = threading.get_ident()
+
+    def _suspend(self, number: int) -> None:
+        self._next_number = next_sequence_number()
+        self._others[number] = _Forward(self._stack, self._saving, self._region)
+
+    def _hand_on(self, chunks: Sequence[int]) -> None:
+        """Hands the turn on before weights are gathered, by the rule of `chunks.legs`."""
+        assert self._turns is not None
+        region = self._checkpointed_region()
+        if self._phase.blocks or (region is not None and region == self._region):
+            return
+        if self._scheduler.gathers.uses_cache(tuple(chunks)):
+            if region is not None and not torch.is_grad_enabled():
+                self.machine.arrive()
+            self._turns.hand_on()
+            self._region = self._checkpointed_region()
+
+    def _checkpointed_region(self) -> object:
+        """Identifies the checkpointed region that runs; None outside of one.
+
+        A reentrant one makes no nodes of autograd, and another one sets saved-tensor hooks of its own.
+        """
+        if not torch.is_grad_enabled():
+            calls = self._stack.calls
+            return next_sequence_number() if calls and calls[-1].training else None
+        pack, _ = top_saved_tensors_hooks(True) or (None, None)
+        return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
+
+    def _find_micro_batch(self) -> None:
+        """Finds the micro-batch that backward runs again: the one that has made the running node."""
+        node = running_node()
+        if self._turn_starts and node is not None:
+            found = self._turn_starts[bisect_right(self._turn_starts, (node, sys.maxsize)) - 1][1]
+            if found >= 0:  # else a region inside a region, which has just been made again
+                self.machine.micro_batch = found
+
+    def _sum_in_fp32(self) -> None:
+        """Lets autograd sum gradients of 16 bits in fp32 until `_end_fp32_sums`."""
+        with DisableTorchFunctionSubclass():
+            for parameter in self._slot_of:
+                if parameter.requires_grad and parameter.itemsize == 2:
+                    self._in_fp32.append(parameter)
+                    parameter.grad_dtype = torch.float32
+
+    def _end_fp32_sums(self) -> None:
+        with DisableTorchFunctionSubclass():
+            while self._in_fp32:
+                parameter = self._in_fp32[-1]
+                parameter.grad = None  # a backward that has failed leaves a part of the sum
+                parameter.grad_dtype = parameter.dtype
+                self._in_fp32.pop()
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -388,6 +546,9 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self.machine.end()
+        self.machine.micro_batch = 0
+        self._turn_starts.clear()
+        self._end_fp32_sums()
         if not self.machine.round_is_open:
             self._scheduler.learn()
         self._phase.end_backward(in_call=bool(self._stack.calls))
@@ -436,6 +597,9 @@ class Hooks:
 
     def reset(self) -> None:
         """Gives up all unfinished work; reduced gradients stay."""
+        if self._turns is not None:
+            self._turns.end()
+            self._turns = None
         self._phase.abort()
         self._scheduler.reset()
         self._saved.forget()
@@ -445,6 +609,9 @@ class Hooks:
     def forget_calls(self) -> None:
         """Ends the calls of which torch has told no end, as after an interrupt, with their saved-tensor hooks."""
         self._end_saving()
+        self._end_fp32_sums()
+        self._turn_starts.clear()
+        self._others.clear()
         self._stack.forget()
         self.machine.forget()
         self._phase.recover()
@@ -458,6 +625,12 @@ class Hooks:
         self._scheduler.rewind()
         self.machine.forget()
         self._saved.updated()
+
+
+_TWO_THREADS = (
+    "two threads run a wrapped model at once: let one wait for the other; a forward that starts threads of its own "
+    "cannot run under em.accumulate"
+)
 
 
 def moved_since_wrap(moved: Sequence[tuple[str, str]]) -> str:

@@ -112,9 +112,16 @@ class HostCheckpoints:
         weakref.finalize(self, streams.end_keeping).atexit = False  # copies may still use the buffers, which die now
         self.begin_forward()
 
-    def begin_forward(self) -> None:
-        """Counts from the start: what follows belongs to another forward."""
+    def begin_forward(self, *, continues: bool = False) -> None:
+        """Counts from the start: what follows belongs to another forward.
+
+        `continues`: the forward takes turns with those before. Backward reverses the order of the regions of all.
+        """
+        if continues:
+            self._may_leave += self._most
+            return
         self._count = 0
+        self._may_leave: float = self._most
         self._last: _Region | None = None
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[OffloadedTensor]]] = {}
 
@@ -128,7 +135,7 @@ class HostCheckpoints:
         number = next_sequence_number()  # the same for all inputs of a region, and grows with each region of a thread
         if self._last is None or self._last.number != number:
             self._leave()
-            if self._count >= self._most:
+            if self._count >= self._may_leave:
                 return None
             self._count += 1
             self._last = _Region(number, self._last)

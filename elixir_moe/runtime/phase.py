@@ -106,6 +106,8 @@ class Phase:
         self.place: Place = 0, 0
         """This rank's place in training; ranks that train together are at the same one."""
         self._running = IDLE
+        self._takes_turns = False
+        """Several forwards take turns, which count as one call."""
         self._state: tuple[State, str] = READY, ""
         """The state, and why it is one that refuses."""
         self._uncut: tuple[State, str] | None = None
@@ -189,13 +191,27 @@ class Phase:
 
     def end_call(self) -> None:
         """Called when an outermost call or read has ended, or user code inside ``em.unsharded`` begins."""
-        if self._running is FORWARD:  # else a backward in it has failed
+        if self._running is FORWARD and not self._takes_turns:  # else a backward in it has failed
             self._running = IDLE
+
+    def begin_turns(self) -> None:
+        """Called when forwards begin that take turns: until `end_turns`, they are one call."""
+        self._running, self._takes_turns = FORWARD, True
+
+    def end_turns(self) -> None:
+        """Called when all forwards that take turns have ended."""
+        self._takes_turns = False
+        self.end_call()
 
     def begin_backward(self) -> None:
         """Called when a backward begins. Raises UsageError or OutOfStepError if none may."""
         if self._running is BACKWARD:
             self.drop_gradients()  # the one before has failed
+        if self._takes_turns:
+            raise UsageError(
+                "a backward inside em.accumulate: let its `step` return the loss, whose backward accumulate runs; a "
+                "step with a backward of its own needs the plain loop"
+            )
         self._check_outside("a backward through the model")
         self.check(WHOLE, "a second backward")
         self._running = BACKWARD
@@ -210,7 +226,7 @@ class Phase:
         if self._running is BACKWARD:
             self.drop_gradients()
         self.aborted = True
-        self._running = IDLE
+        self._running, self._takes_turns = IDLE, False
         self.blocks.clear()
 
     def recover(self) -> None:

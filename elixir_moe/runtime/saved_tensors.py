@@ -86,10 +86,10 @@ class SavedTensors:
                 "forward again"
             )
 
-    def hooks(self) -> saved_tensors_hooks:
-        """A context in which weights are packed."""
+    def hooks(self, *, continues: bool = False) -> saved_tensors_hooks:
+        """A context in which weights are packed. `continues`: this forward takes turns with one that has begun."""
         if self._checkpoints is not None:
-            self._checkpoints.begin_forward()
+            self._checkpoints.begin_forward(continues=continues)
         outer = top_saved_tensors_hooks(True)
         if outer is None:
             return saved_tensors_hooks(self._pack, self._unpack)

@@ -56,15 +56,20 @@ def run(
     clip: float | None,
     rank: int = 0,
     world: int = 1,
+    *,
+    at_once: bool = False,
 ) -> dict[str, list[float]]:
-    """The same training loop for the plain and the wrapped model."""
+    """The same training loop for the plain and the wrapped model; with `at_once`, by `em.accumulate`."""
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     losses, norms = [], []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(STEPS):
         total = 0.0
-        for micro in range(accumulation):
-            loss = lm_loss(model, tokens(step, micro, config.seq_len, config.vocab_size)[rows]) / accumulation
+        batches = [tokens(step, n, config.seq_len, config.vocab_size)[rows] for n in range(accumulation)]
+        if at_once:
+            total = sum(loss.item() / accumulation for loss in em.accumulate(model, lm_loss, batches))
+        for batch in () if at_once else batches:
+            loss = lm_loss(model, batch) / accumulation
             loss.backward()
             total += loss.item()
         if clip is not None:
@@ -88,7 +93,14 @@ def plain(config: GPTConfig, accumulation: int, clip: float | None) -> dict[str,
 
 
 def wrapped(
-    config: GPTConfig, plan: em.Plan, accumulation: int, clip: float | None, tp: int = 1, **options: Any
+    config: GPTConfig,
+    plan: em.Plan,
+    accumulation: int,
+    clip: float | None,
+    tp: int = 1,
+    *,
+    at_once: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """The same run under `plan` on this rank."""
     mesh = mesh_of_world(tp)
@@ -102,7 +114,7 @@ def wrapped(
         **options,
     )
     place = mesh.get_local_rank("dp"), mesh.size(0)
-    result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, *place)
+    result: dict[str, Any] = run(model, optimizer, config, accumulation, clip, *place, at_once=at_once)
     losses = torch.tensor(result["loss"], dtype=torch.float64)
     dist.all_reduce(losses)
     result["loss"] = (losses / dist.get_world_size()).tolist()

@@ -1,0 +1,212 @@
+"""`accumulate`: forward and backward of several micro-batches that pass each layer together.
+
+Owns the arguments, the surroundings of each micro-batch (torch's modes of a thread, its random state), and the choice
+between one pass and the plain loop. `runtime.hooks` runs the forwards in turns.
+
+All micro-batches pass a layer before the weights of the next are gathered, and one backward of all losses goes back in
+the same way, since autograd takes the nodes made last first. So each weight is gathered once in forward and once in
+backward, and each gradient is reduced once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from elixir_moe.accelerator import exchange_states, on_same_stream, seeded_states
+from elixir_moe.chunks.cache_policy import Schedule
+from elixir_moe.distributed.all_ranks import agree
+from elixir_moe.errors import UsageError
+from elixir_moe.state.wrapped import Wrapped, require_wrapped
+from elixir_moe.torch_private import DeviceContext, dispatch_depth, function_modes, top_saved_tensors_hooks
+
+
+def accumulate(
+    model: nn.Module,
+    step: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    weights: Iterable[float | Tensor] | None = None,
+) -> list[Tensor]:
+    """Does what ``(step(model, batch) * weight).backward()`` does for each batch, and moves each weight only once.
+
+    All batches pass a layer before the weights of the next layer are gathered: a step gathers, fetches and reduces as
+    much as a step of one batch. The price is memory: what autograd keeps of all batches is there at once, and gradients
+    of 16 bits are summed in fp32 in device memory while backward is in their layer. With one batch, or under a plan
+    that keeps all weights gathered, this is the plain loop.
+
+    It may be called several times before ``optimizer.step()``. Collective: all ranks pass equally many batches.
+
+    Each batch has random states of its own, for the host and the device, drawn from torch's generator of the host: so
+    dropout does not depend on the plan. One batch uses the present states.
+
+    `step` runs on a thread of its own for each batch, one at a time. It must keep nothing on modules from one layer to
+    a later one; what it changes in process-wide state, such as `torch.backends`, belongs around this call.
+
+    Args:
+        model: a wrapped model.
+        step: the loss of a batch, a scalar; it must not call backward or the optimizer.
+        batches: the micro-batches of this rank, of any shapes.
+        weights: the factor of each loss, for example its share of all tokens; by default 1 / number of batches. With
+            fp16, multiply them by the loss scale: ``optimizer.scale(weight)``.
+
+    Returns:
+        The losses without their weights, detached.
+
+    Raises:
+        UsageError: the model is not wrapped; there are no batches, or not as many weights; `step` returns anything but
+            a scalar with a graph; ranks have different numbers of batches; a module keeps what a forward has computed;
+            or `step` starts threads, calls backward, or calls the optimizer.
+    """
+    wrapped = require_wrapped(model, "accumulate", ": without wrap, call backward for each batch")
+    given = list(batches)
+    if not given:
+        raise UsageError("accumulate got no batches: expected at least one")
+    factors = [1 / len(given)] * len(given) if weights is None else list(weights)
+    if len(factors) != len(given):
+        raise UsageError(f"accumulate got {len(given)} batches and {len(factors)} weights: expected a weight for each")
+    if len(wrapped.spec.ranks) > 1:
+        agree(
+            "the number of batches of em.accumulate",
+            len(given),
+            wrapped.groups.peers_group,
+            remedy="pass equally many on every rank, an empty one with weight 0 where there are fewer",
+        )
+    if len(given) == 1:
+        return [_backward([_loss(step, model, given[0])], factors)[0]]
+    states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
+    if not _pays(wrapped) or not _can_take_turns():
+        return [
+            _backward([_with_state(step, model, batch, state)], [factor])[0]
+            for batch, factor, state in zip(given, factors, states, strict=True)
+        ]
+    return _backward(_one_pass(wrapped, step, model, given, states), factors)
+
+
+def _one_pass(
+    wrapped: Wrapped,
+    step: Callable[[nn.Module, Any], Tensor],
+    model: nn.Module,
+    batches: Sequence[Any],
+    states: list[dict[str, Tensor]],
+) -> list[Tensor]:
+    """The losses of micro-batches that pass each layer together."""
+    around = _surroundings(wrapped.scheduler.chunks[0].device)
+    outside: dict[str, Tensor] = {}
+
+    def forward(batch: Any) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with around():
+                return _loss(step, model, batch)
+
+        return run
+
+    def resume(number: int) -> None:
+        torch.clear_autocast_cache()  # all threads share it, and so would the gradients of cast weights
+        outside.update(exchange_states(states[number]))
+
+    def suspend(number: int) -> None:
+        states[number] = exchange_states(outside)
+        outside.clear()
+
+    def predict() -> Schedule | None:
+        order = wrapped.spec.step_order
+        return order.schedule(wrapped.layout, len(batches)) if order.observed else None
+
+    kept = _kept_graphs(model)
+    try:
+        losses = wrapped.hooks.run_in_turns([forward(batch) for batch in batches], predict, resume, suspend)
+    finally:
+        exchange_states(outside)
+    for place, tensor in _kept_graphs(model).items():
+        if kept.get(place) != tensor:
+            wrapped.hooks.reset()
+            name, key = place
+            raise UsageError(
+                f"module {name!r} keeps what a forward has computed in its attribute {key!r}, which the next batch "
+                f"overwrites before a later layer reads it: return it instead, or call backward for each batch"
+            )
+    return losses
+
+
+def _pays(wrapped: Wrapped) -> bool:
+    """Whether weights leave the device in a step, so that one pass gathers less than the plain loop."""
+    layout = wrapped.layout
+    return bool(layout.cached) and wrapped.plan.blocks(layout) < layout.most_blocks
+
+
+def _can_take_turns() -> bool:
+    """Whether another thread can have the modes of this one: a default device and saved-tensor hooks, but no others."""
+    modes = function_modes()
+    return not (
+        dispatch_depth()
+        or torch.is_inference_mode_enabled()
+        or len(modes) > 1
+        or any(not isinstance(mode, DeviceContext) for mode in modes)
+    )
+
+
+def _surroundings(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Returns what makes, on another thread, a context with the modes of this one."""
+    with_grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    kinds = [kind for kind in {"cpu", device.type} if torch.amp.is_autocast_available(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    default_device = torch.get_default_device() if function_modes() else None
+    saved, stream = top_saved_tensors_hooks(True), on_same_stream(device)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(with_grad))
+            stack.enter_context(stream())
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            if default_device is not None:
+                stack.enter_context(default_device)
+            if saved is not None:
+                stack.enter_context(saved_tensors_hooks(*saved))
+            yield
+
+    return around
+
+
+def _loss(step: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    loss = step(model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UsageError(f"the step of accumulate returned {what}: expected the loss, a scalar with a graph")
+    return loss
+
+
+def _with_state(
+    step: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any, state: dict[str, Tensor]
+) -> Tensor:
+    """The loss of a batch that has a random state of its own."""
+    outside = exchange_states(state)
+    try:
+        return _loss(step, model, batch)
+    finally:
+        exchange_states(outside)
+
+
+def _backward(losses: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list[Tensor]:
+    """Runs one backward of all losses, times their factors; returns the losses without their graphs."""
+    ones = [
+        torch.as_tensor(factor, dtype=loss.dtype, device=loss.device).detach().reshape(loss.shape)
+        for loss, factor in zip(losses, factors, strict=True)
+    ]
+    torch.autograd.backward(losses, ones)
+    return [loss.detach() for loss in losses]
+
+
+def _kept_graphs(model: nn.Module) -> dict[tuple[str, str], int]:
+    """{(module, attribute): tensor} for the computed tensors that modules keep."""
+    return {
+        (name, key): id(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }

@@ -1,0 +1,148 @@
+"""Forwards that take turns: one thread for each micro-batch, of which one runs at a time.
+
+Owns the threads, and whose turn it is. Knows nothing of models: `elixir_moe.accumulate` says what the threads run, and
+`hooks` where a turn is handed on.
+
+Threads, since each then has torch's modes for itself: gradients, autocast, saved-tensor hooks, checkpointed regions.
+Whoever holds the turn hands it on when its forward ends, however it ends. After a first error, each other forward ends
+where it gets its turn: with `Ended`, which no ``except Exception`` catches. Only the caller's thread gets the user's
+interrupts, and it waits for nothing but the end of threads, so nothing can wait forever.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from elixir_moe.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Ended(BaseException):
+    """Raised in a forward that is given up because another one has failed."""
+
+
+class Turns(Generic[T]):
+    """The forwards of several micro-batches, which take turns."""
+
+    def __init__(
+        self, forwards: Sequence[Callable[[], T]], resume: Callable[[int], None], suspend: Callable[[int], None]
+    ) -> None:
+        """`resume` is called with the number of a forward whenever its turn begins, `suspend` when it ends.
+
+        Both run on the forward's thread.
+        """
+        self._resume, self._suspend = resume, suspend
+        self._wakes: list[SimpleQueue[None]] = [SimpleQueue() for _ in forwards]
+        """One for each thread, which looks at `_turn` whenever something is put into it."""
+        self._lock = threading.Lock()
+        """Guards `_turn` and `_running`; the caller's thread never takes it."""
+        self._turn = -1
+        self._running = set(range(len(forwards)))
+        self._ending = False
+        self._caller = threading.get_ident()
+        self._results: dict[int, T] = {}
+        self._errors: list[BaseException] = []
+        self._numbers: dict[int, int] = {}
+        """{thread: its forward}."""
+        self._threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run, n, forward),
+                name=f"micro-batch {n}",
+                daemon=True,
+            )
+            for n, forward in enumerate(forwards)
+        ]
+
+    def run(self) -> list[T]:
+        """Runs all forwards; returns their results. Raises the first error of any, after all have ended."""
+        for thread in self._threads:
+            thread.start()
+        self._turn = 0
+        self._wakes[0].put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+        return [self._results[number] for number in range(len(self._threads))]
+
+    def end(self) -> None:
+        """Gives up all forwards that have not ended; returns when their threads have.
+
+        The one whose turn it is runs on until it would hand its turn on.
+        """
+        if self.is_mine():
+            raise UsageError(
+                "zero_grad, step or a reset inside em.accumulate: its `step` only computes the loss of a batch; call "
+                "the optimizer when accumulate has returned"
+            )
+        self._ending = True
+        for wake in self._wakes:
+            wake.put(None)
+        for thread in self._threads:
+            if thread.is_alive():  # one that has not begun yet ends by itself
+                thread.join()
+
+    def is_mine(self) -> bool:
+        """Whether the caller runs in one of the forwards."""
+        return threading.get_ident() in self._numbers
+
+    def is_callers(self) -> bool:
+        """Whether the caller runs on the thread that waits for the forwards, which an interrupt may have stopped."""
+        return threading.get_ident() == self._caller
+
+    def hand_on(self) -> None:
+        """Hands the caller's turn on; returns when it has come round again."""
+        number = self._numbers[threading.get_ident()]
+        if self._ending:
+            raise Ended
+        with self._lock:
+            following = self._following(number)
+            if following == number:
+                return
+            self._suspend(number)
+            self._turn = following
+        self._wakes[following].put(None)
+        self._wait(number)
+
+    def _following(self, number: int) -> int:
+        """The forward whose turn comes after that of forward `number`."""
+        return min((n for n in self._running if n > number), default=min(self._running, default=-1))
+
+    def _wait(self, number: int) -> None:
+        """Waits for the turn of a forward that has begun."""
+        while self._turn != number:
+            self._wakes[number].get()
+        if self._ending:
+            raise Ended
+        self._resume(number)
+
+    def _run(self, number: int, forward: Callable[[], T]) -> None:
+        self._numbers[threading.get_ident()] = number
+        try:
+            while self._turn != number and not self._ending:  # nothing has begun, so nothing need end in order
+                self._wakes[number].get()
+            if not self._ending:
+                self._resume(number)
+                self._results[number] = forward()
+                self._suspend(number)
+        except Ended:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+            self._ending = True
+        finally:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            self._running.discard(number)
+            following = self._following(number) if self._turn == number else -1
+            if following >= 0:
+                self._turn = following
+        if following >= 0:
+            self._wakes[following].put(None)
+        self._numbers.pop(threading.get_ident())

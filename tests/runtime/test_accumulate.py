@@ -1,0 +1,456 @@
+"""Micro-batches that pass each layer together: as exact as the plain loop, and as cheap to move as one batch."""
+
+import contextlib
+import copy
+import gc
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import elixir_moe as em
+from elixir_tools.models.config import GPTConfig
+from tests.runtime.test_interrupts import Interrupt, restore_torch
+from tests.support.cases import placed, rounds_asked
+from tests.support.every import every
+from tests.support.parity import compare, plain, wrapped
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+VOCAB, D = 48, 16
+CHUNK = 1600
+PLANS = {
+    "zero3": em.Plan.zero3(rcache_blocks=3, chunk_numel=CHUNK),
+    "offload": em.Plan.offload(rcache_blocks=3, chunk_numel=CHUNK),
+    "disk": em.Plan.offload(rcache_blocks=3, chunk_numel=CHUNK, disk_chunks=2),
+    "values on disk": em.Plan.offload(rcache_blocks=3, chunk_numel=CHUNK, disk_chunks=2, values_on_disk=True),
+    "all gathered": em.Plan.zero2(chunk_numel=CHUNK),
+}
+KINDS = ("none", "reentrant", "non-reentrant", "by hand")
+
+
+class Block(nn.Module):
+    """Two products, a norm and dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return x + hidden
+
+
+class Tied(nn.Module):
+    """Blocks, in checkpoints of a kind or in none, and an embedding that is also the head."""
+
+    def __init__(self, kind: str = "none", dropout: float = 0.0, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, D)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.kind = kind
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            if self.kind == "none":
+                x = block(x)
+            elif self.kind == "by hand":
+                x = checkpoint(lambda x, block=block: block.down(torch.tanh(block.up(x))), x, use_reentrant=False)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return F.linear(x, self.embedding.weight)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def batches_of(count: int, seed: int = 0) -> list[Tensor]:
+    """Batches of different shapes."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (1 + n % 2, 6 + n % 3), generator=draw) for n in range(count)]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW whose updates differ by no more than the gradients do."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.0)
+
+
+def wrap(model: nn.Module, plan: em.Plan, optimizer: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The model under a plan whose schedule a traced step gives; without an optimizer, a step subtracts gradients."""
+    options = {"step": loss_of, "sample": batches_of(1)[0], **options}
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+    return em.wrap(model, optimizer, plan=placed(plan), **options)
+
+
+@pytest.fixture
+def alone() -> None:
+    em.init_mesh(device_type="cpu")
+
+
+def trained(model: nn.Module, plan: em.Plan | None, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Two steps: of three batches, and of two calls with two batches and weights each.
+
+    Without a plan, plain torch has the batches of all ranks.
+    """
+    ranks = range(world) if plan is None else [rank]
+    mine = [[batches_of(n, seed=10 * r + n) for n in (3, 2, 2)] for r in ranks]
+    weights: list[Any] = [None, [0.25, 0.75], torch.tensor([0.5, 0.125])]
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    if plan is None:
+        optimizer: Any = adam(model)
+    else:
+        model, optimizer = wrap(model, plan, adam(model))
+    for calls in ([0], [1, 2]):
+        for call in calls:
+            if plan is not None:
+                found["losses"] += em.accumulate(model, loss_of, mine[0][call], weights=weights[call])
+                continue
+            for batches in mine:
+                of_call = [1 / len(batches[call])] * len(batches[call]) if weights[call] is None else weights[call]
+                for batch, weight in zip(batches[call], of_call, strict=True):
+                    loss = loss_of(model, batch)
+                    (loss * weight / world).backward()
+                    found["losses"].append(loss.detach())
+        if plan is None:
+            found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        else:
+            found["norms"].append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if plan is None:
+        return found | {"state": copy.deepcopy(model.state_dict())}
+    found["state"] = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    return found
+
+
+def all_trained(kind: str, names: list[str]) -> list[dict[str, Any]]:
+    """`trained` under some plans on this rank."""
+    mesh = em.init_mesh(device_type="cpu")
+    return [trained(Tied(kind), PLANS[name], mesh.get_local_rank("dp"), mesh.size(0)) for name in names]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_plan_and_checkpoint_as_plain_torch(kind: str, world: int, ranks: Ranks) -> None:
+    """fp32: a sum of at most six gradients of up to 1 in another order differs by some ulps of 6e-8."""
+    wanted = trained(Tied(kind), None, world=world)
+    for rank, by_plan in enumerate(ranks(world).run(all_trained, kind, list(PLANS))):
+        for name, found in zip(PLANS, by_plan, strict=True):
+            first = slice(3 * rank, 3 * rank + 3)
+            if world == 1:
+                assert every(map(torch.equal, found["losses"][:3], wanted["losses"][first])), name
+            torch.testing.assert_close(found["norms"], wanted["norms"], rtol=1e-5, atol=0)
+            for key, value in wanted["state"].items():
+                assert (found["state"][key] - value).abs().max() < 2e-6, (name, key)
+
+
+GPT = GPTConfig(
+    vocab_size=32,
+    seq_len=8,
+    n_layers=4,
+    d_model=16,
+    n_heads=2,
+    mlp_ratio=1,
+    experts=(0, 4, 4, 8),
+    ep=(1, 2, 2, 2),
+    residual=True,
+    aux_coefficient=0.02,
+    z_coefficient=0.01,
+    tie_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_experts_over_ranks(world: int, tp: int, ranks: Ranks) -> None:
+    config = GPT if world > tp else GPTConfig(**{**vars_of(GPT), "ep": (1, 1, 1, 1)})
+    wanted = plain(GPTConfig(**{**vars_of(GPT), "ep": (1, 1, 1, 1)}), 3, 0.5)
+    for plan in (em.Plan.zero3(chunk_numel=2048), em.Plan.offload(chunk_numel=2048)):
+        for found in ranks(world).run(wrapped, config, plan, 3, 0.5, tp, at_once=True):
+            compare(found, wanted, str(plan))
+
+
+def vars_of(config: GPTConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_are_those_predicted(kind: str) -> None:
+    model, optimizer = wrap(Tied(kind), PLANS["offload"])
+    record = model._elixir
+    for count in (1, 2, 3, 8, 2):
+        with rounds_asked() as rounds:
+            em.accumulate(model, loss_of, batches_of(count))
+        assert rounds == [record.spec.step_order.schedule(record.layout, count).entries], count
+        optimizer.step()
+        optimizer.zero_grad()
+    assert em.inspect(model).statistics.as_dict()["off_schedule"] == 0
+    assert em.inspect(model).statistics.blocks_replaced == 0
+    optimizer.close()
+
+
+def moved(name: str, count: int, dtype: torch.dtype, *, at_once: bool) -> dict[str, int]:
+    """Bytes that a step moves, by tier and kind of collective, and bytes held before and after it."""
+    model = Tied()
+    model, optimizer = wrap(model, PLANS[name], adam(model), compute_dtype=dtype)
+    before: dict[str, int] = {}
+    for step in range(3):
+        if step == 2:
+            before = bytes_of(em.inspect(model).statistics)
+        if at_once:
+            em.accumulate(model, loss_of, batches_of(count))
+        else:
+            for batch in batches_of(count):
+                (loss_of(model, batch) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = bytes_of(em.inspect(model).statistics)
+    held = {f"held {tier}": nbytes for tier, nbytes in model._elixir.held_bytes().items()}
+    optimizer.close()
+    return {key: value - before[key] for key, value in found.items()} | held
+
+
+def bytes_of(statistics: Any) -> dict[str, int]:
+    return {
+        **{f"fetched {tier}": n for tier, n in statistics.bytes_fetched.items()},
+        **{f"offloaded {tier}": n for tier, n in statistics.bytes_offloaded.items()},
+        **{f"{kind} {ranks}": n for (ranks, kind), n in statistics.collective_bytes.items()},
+    }
+
+
+def all_moved(name: str, dtype: torch.dtype) -> list[dict[str, int]]:
+    em.init_mesh(device_type="cpu")
+    one, eight = (moved(name, count, dtype, at_once=True) for count in (1, 8))
+    return [one, eight, moved(name, 8, dtype, at_once=False)]
+
+
+@pytest.mark.parametrize(("name", "world"), [("zero3", 2), ("offload", 1), ("values on disk", 1)])
+def test_eight_batches_move_and_hold_what_one_does(name: str, world: int, ranks: Ranks) -> None:
+    for one, eight, loop in ranks(world).run(all_moved, name, torch.bfloat16):
+        assert eight == one, "each byte once, and no sum in fp32"
+        crossing = [key for key in one if not key.startswith("held")]
+        assert sum(loop[key] for key in crossing) > 5 * sum(one[key] for key in crossing)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_bf16_are_summed_in_fp32(kind: str) -> None:
+    """Eight gradients of up to 1 in bf16 have a sum in fp32 with an error of some 1e-6; in bf16, of 1e-2."""
+    batches, model = batches_of(8), Tied(kind).bfloat16()
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for batch in batches:
+        loss_of(model, batch).backward()
+        for name, p in model.named_parameters():
+            sums[name] += 0 if p.grad is None else p.grad.double()
+            p.grad = None
+    model, optimizer = wrap(model, PLANS["offload"])
+    found: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+
+        def note(parameter: Tensor, name: str = name) -> None:
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
+
+        p.register_post_accumulate_grad_hook(note)
+    em.accumulate(model, loss_of, batches, weights=[1.0] * 8)
+    for name, total in sums.items():
+        if name in found:
+            assert found[name].dtype is torch.float32
+            both_uses = name == "embedding.weight"  # plain torch adds them in bf16
+            torch.testing.assert_close(found[name].double(), total, rtol=0, atol=2e-2 if both_uses else 3e-6)
+    assert len(found) == (len(sums) if kind != "by hand" else 1 + 4 * 4)
+    optimizer.zero_grad()
+    assert every(p.grad_dtype == p.dtype and p.grad is None for p in model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_batch_draws_its_own_dropout_under_every_plan() -> None:
+    losses = []
+    for name in ("offload", "zero3", "all gathered"):
+        model, optimizer = wrap(Tied("non-reentrant", dropout=0.5), PLANS[name])
+        torch.manual_seed(7)
+        found = em.accumulate(model, loss_of, [batches_of(1)[0]] * 4)
+        losses.append([loss.item() for loss in found] + [torch.rand(()).item()])
+        optimizer.close()
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(losses[0])) == 5
+
+
+@pytest.mark.usefixtures("alone")
+def test_modes_of_the_thread_go_along() -> None:
+    model, optimizer = wrap(Tied(), PLANS["offload"])
+    seen, packed = [], []
+
+    def step(model: nn.Module, ids: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.empty(()).device.type))
+        return loss_of(model, ids)
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(threading.current_thread())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.float16), torch.device("cpu"), hooks:
+        em.accumulate(model, step, batches_of(2))
+    assert seen == [(True, torch.float16, "cpu")] * 2
+    assert len(set(packed)) == 2
+    optimizer.close()
+
+
+class FailsError(Exception):
+    """A forward that fails."""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_fails_ends_the_others(kind: str) -> None:
+    model, optimizer = wrap(Tied(kind), PLANS["offload"])
+    batches = batches_of(3)
+    before = em.full_state_dict(model)
+    handles: list[Any] = []
+    for layer in range(4):
+        for number in range(3):
+            calls = []
+
+            def fail(*_: Any, number: int = number, calls: list[None] = calls) -> None:
+                calls.append(None)
+                if len(calls) == number + 1:
+                    raise FailsError
+
+            handle = model.blocks[layer].up.register_forward_hook(fail)
+            with pytest.raises(FailsError):
+                em.accumulate(model, loss_of, batches)
+            handle.remove()
+            assert not any("micro-batch" in thread.name for thread in threading.enumerate())
+            assert not any(model._elixir.scheduler.gathers.holds(c.index) for c in model._elixir.layout.cached)
+            optimizer.zero_grad()
+    em.accumulate(model, loss_of, batches)
+    optimizer.step()
+    assert not torch.equal(em.full_state_dict(model)["blocks.0.up.weight"], before["blocks.0.up.weight"])
+    reference = Tied(kind)
+    for batch in batches:
+        (loss_of(reference, batch) / 3).backward()
+    for name, p in reference.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(em.full_state_dict(model)[name], p.detach() - p.grad, rtol=0, atol=2e-6)
+    del handles
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("points", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_an_interrupt_anywhere_is_given_up(points: int) -> None:
+    model, optimizer = wrap(Tied("non-reentrant", layers=2), PLANS["offload"])
+    batches = batches_of(3)
+    counted = Interrupt(None)
+    em.accumulate(model, loss_of, batches)
+    optimizer.zero_grad()
+    with counted:
+        em.accumulate(model, loss_of, batches)
+    wanted = optimizer.clip_grad_norm_(float("inf")).item()
+    optimizer.zero_grad()
+    draw = random.Random(0)
+    for _ in range(points):
+        with Interrupt(draw.randrange(1, counted.places)) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            em.accumulate(model, loss_of, batches)
+        restore_torch()
+        optimizer.zero_grad()
+        assert not any("micro-batch" in thread.name for thread in threading.enumerate()), interrupt.where
+        em.accumulate(model, loss_of, batches)
+        assert optimizer.clip_grad_norm_(float("inf")).item() == wanted, interrupt.where
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+class Keeps(Tied):
+    kept: Tensor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.kept = self.embedding(ids)
+        return super().forward(ids)
+
+
+def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(loss_of(model, ids))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_pass_side_by_side_is_refused() -> None:
+    batches = batches_of(2)
+    with pytest.raises(em.UsageError, match="accumulate needs a model that went through wrap"):
+        em.accumulate(Tied(), loss_of, batches)
+    model, optimizer = wrap(Keeps(), PLANS["offload"])
+    with pytest.raises(em.UsageError, match=r"module '' keeps what a forward has computed in its attribute 'kept'"):
+        em.accumulate(model, loss_of, batches)
+    optimizer.close()
+    model, optimizer = wrap(Tied(), PLANS["offload"])
+
+    def twice(model: nn.Module, ids: Tensor) -> Tensor:
+        loss_of(model, ids).backward()
+        return loss_of(model, ids)
+
+    def updates(model: nn.Module, ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        return loss_of(model, ids)
+
+    for step, message in {
+        twice: "a backward inside em.accumulate",
+        updates: "inside em.accumulate",
+        in_a_thread: "two threads run a wrapped model at once",
+        lambda model, ids: model(ids): r"returned a tensor of shape \(1, 6, 48\)",
+        lambda model, ids: loss_of(model, ids).item(): "returned a float",
+    }.items():
+        with pytest.raises(em.UsageError, match=message):
+            em.accumulate(model, step, batches)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+    with pytest.raises(em.UsageError, match="got 2 batches and 1 weights"):
+        em.accumulate(model, loss_of, batches, weights=[1.0])
+    with pytest.raises(em.UsageError, match="got no batches"):
+        em.accumulate(model, loss_of, [])
+    em.accumulate(model, loss_of, batches)
+    optimizer.step()
+    optimizer.close()
+
+
+def other_counts() -> str:
+    mesh = em.init_mesh(device_type="cpu")
+    model, optimizer = wrap(Tied(), PLANS["zero3"])
+    try:
+        em.accumulate(model, loss_of, batches_of(2 + mesh.get_local_rank("dp")))
+    except em.UsageError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+def test_ranks_with_other_numbers_of_batches_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(other_counts):
+        assert "ranks disagree about the number of batches of em.accumulate: it is 2 on rank 0, 3 on rank 1" in message
