@@ -19,7 +19,7 @@ import elixir_moe as em
 from tests.accelerator.device import NAME, UNTIL_AWAITED, delayed, native
 from tests.support.order_cases import Case, build, take_step
 
-LATE = {
+DELAYS = {
     1: {"compute": (UNTIL_AWAITED, 0), "others": (0, UNTIL_AWAITED)},
     2: {"compute": (1000, 0), "others": (0, 1500)},
 }
@@ -62,7 +62,7 @@ class _OnThreads:
 def leaves(case: Case, late: str = "", seed: int = 0) -> dict[str, Any]:
     """(rank) The weights at the end of a run, and the hashes of the files of its checkpoints."""
     platform = _OnThreads()
-    delays = LATE[dist.get_world_size()][late] if late else (0, 0)
+    delays = DELAYS[dist.get_world_size()][late] if late else (0, 0)
     with tempfile.TemporaryDirectory() as folder, delayed(*delays, seed):
         platform.delay_side(delays[0 if late == "compute" else 1])
         folders = [folder]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator.order import LATE, differing, leaves
-from tests.support.order_cases import TELLING, Case
+from tests.accelerator.order import DELAYS, differing, leaves
+from tests.support.order_cases import LATE, TELLING, Case
 
 
-@pytest.mark.parametrize(("world", "case"), TELLING)
+@pytest.mark.parametrize(("world", "case"), [*TELLING, *((1, case) for case in LATE)])
 def test_late_streams_change_no_bit(threads: Any, world: int, case: Case) -> None:
     wanted = threads(world).run(leaves, case)[0]
-    for late in LATE[world]:
+    for late in DELAYS[world]:
         assert not differing(threads(world).run(leaves, case, late)[0], wanted), late

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.memory.gate import Gate
 from elixir_moe.runtime.gradients import Gradients
 from tests.lanes.faults import FAULTS
-from tests.lanes.late import issue_in_order, late
 from tests.lanes.machine import GPU, Machine
 from tests.support.order_cases import HABITS, PARTS, PLANS, WIDTH, Case, build, take_step, wrapped
 
@@ -67,19 +65,6 @@ _MACHINE = _OnMachine()
 
 HABITS_WITH_VIEWS = {"view", "late"}
 """They keep views of weights, as operations do that have not run yet: late compute is tested without them."""
-
-
-def run_late(case: Case, fault: str = "") -> list[str]:
-    """Runs a case as ever and, with a fault, as late as events allow; returns the names of parameters that differ."""
-    states = []
-    for context in (_as_ever, partial(late, FAULTS.get(fault))):
-        with context(), tempfile.TemporaryDirectory() as folder:
-            model, optimizer = wrapped(case, _MACHINE, PLANS[case.plan])
-            for step in range(case.steps):
-                take_step(case, _MACHINE, model, optimizer, step, f"{folder}/{step}")
-            states.append(em.full_state_dict(model, all_ranks=True))
-            optimizer.close()
-    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
 
 
 def run_with_a_bad_step(plan: str) -> tuple[list[str], list[str], list[str]]:
@@ -140,13 +125,6 @@ def norm_of_a_frozen_model() -> float:
     return norm
 
 
-@contextmanager
-def _as_ever() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        issue_in_order(patch)
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a machine has seen of one rank's run."""
@@ -169,18 +147,8 @@ def run(case: Case, fault: str = "") -> Outcome:
         return _run(case)
 
 
-def run_both(case: Case) -> tuple[Outcome, list[str]]:
-    """Runs a case as ever and with compute as late as events allow; returns the first and the names of what differs."""
-    as_ever, differing = _run_both(case)
-    return run(case) if case.habits & HABITS_WITH_VIEWS else replace(as_ever, state={}), differing
-
-
 def run_compute_late(case: Case, fault: str = "") -> list[str]:
     """Runs a case as ever and, with a fault, with late compute; returns the names of what differs."""
-    return _run_both(case, fault)[1]
-
-
-def _run_both(case: Case, fault: str = "") -> tuple[Outcome, list[str]]:
     case = replace(case, habits=case.habits - HABITS_WITH_VIEWS)
     outcomes = []
     for late_compute in (False, True):
@@ -190,8 +158,8 @@ def _run_both(case: Case, fault: str = "") -> tuple[Outcome, list[str]]:
             outcomes.append(_run(case, late=late_compute, keeps=True))
     as_ever, as_late = outcomes
     if as_ever.refused != as_late.refused:
-        return as_ever, [as_ever.refused, as_late.refused]
-    return as_ever, [name for name, value in as_ever.state.items() if not torch.equal(value, as_late.state[name])]
+        return [as_ever.refused, as_late.refused]
+    return [name for name, value in as_ever.state.items() if not torch.equal(value, as_late.state[name])]
 
 
 def _run(case: Case, *, late: bool = False, keeps: bool = False) -> Outcome:

@@ -12,14 +12,12 @@ from tests.lanes.cases import (
     cases,
     norm_of_a_frozen_model,
     run,
-    run_both,
     run_compute_late,
-    run_late,
     run_with_a_bad_step,
 )
 from tests.lanes.faults import FAULTS
 from tests.support.cases import with_further
-from tests.support.order_cases import ADDED_LATE, TELLING, Case
+from tests.support.order_cases import ADDED_LATE, LATE, TELLING, Case
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -68,51 +66,8 @@ def test_no_race_and_one_order_on_all_ranks_in_many_cases(world: int, ranks: Ran
 
 
 @pytest.mark.parametrize(("world", "case"), TELLING)
-def test_the_telling_runs_are_sound_and_have_the_same_bits_with_late_compute(
-    world: int, case: Case, ranks: Ranks
-) -> None:
-    outcomes, differing = zip(*ranks(world).run(run_both, case), strict=True)
-    assert not faults_of(list(outcomes))
-    assert differing == ([],) * world
-
-
-LATE = [
-    Case(
-        parts=("plain", "tied", "checkpointed", "bias"), plan=plan, half=half, accumulation=accumulation, habits=habits
-    )
-    for plan, half, accumulation, habits in (
-        ("zero3", True, 2, frozenset({"evaluation", "clip"})),
-        ("offload", False, 1, frozenset({"write"})),
-        ("half", True, 2, frozenset({"read"})),
-        ("disk", True, 1, frozenset({"evaluation"})),
-        ("values on disk", True, 2, frozenset({"write"})),
-        ("zero2", True, 2, frozenset({"failing", "value"})),
-    )
-]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("case", LATE, ids=lambda case: case.plan)
-def test_the_same_bits_as_late_as_events_allow(world: int, case: Case, ranks: Ranks) -> None:
-    assert ranks(world).run(run_late, case) == [[]] * world
-
-
-@pytest.mark.parametrize(
-    ("case", "fault"),
-    [
-        (LATE[0], "a gather does not wait for its fetch"),
-        (LATE[0], "the end of a gather is not recorded"),
-        (LATE[0], "the end of a reduction is not recorded"),
-        (LATE[0], "a block is taken while it is in use"),
-        (ADDED_LATE, "the end of a late addition is not recorded"),
-    ],
-)
-def test_too_late_gives_other_bits(case: Case, fault: str, ranks: Ranks) -> None:
-    """Compute runs at once: what waits for it cannot come too early here."""
-    try:
-        assert ranks(2 if case is LATE[0] else 1).run(run_late, case, fault)[0]
-    except RankError as error:  # the first forwards compare blocks with shards
-        assert "has written parameter" in str(error)
+def test_the_telling_runs_are_sound(world: int, case: Case, ranks: Ranks) -> None:
+    assert not faults_of(ranks(world).run(run, case))
 
 
 @pytest.mark.parametrize(

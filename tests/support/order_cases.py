@@ -163,6 +163,22 @@ TELLING = [
 """Runs that between them need every wait: (ranks, case)."""
 
 
+LATE = [
+    Case(
+        parts=("plain", "tied", "checkpointed", "bias"), plan=plan, half=half, accumulation=accumulation, habits=habits
+    )
+    for plan, half, accumulation, habits in (
+        ("zero3", True, 2, frozenset({"evaluation", "clip"})),
+        ("offload", False, 1, frozenset({"write"})),
+        ("half", True, 2, frozenset({"read"})),
+        ("disk", True, 1, frozenset({"evaluation"})),
+        ("values on disk", True, 2, frozenset({"write"})),
+        ("zero2", True, 2, frozenset({"failing", "value"})),
+    )
+]
+"""Runs under each plan that moves weights."""
+
+
 class Platform(Protocol):
     """A device with a second stream for compute."""
 
