@@ -206,7 +206,8 @@ class _Replay:
     def _play_forwards(self, legs: Legs, micro_batches: int) -> list[int]:
         """Plays forwards in turns; returns the leg of each event of the last one, as backward has them.
 
-        A reentrant checkpoint has made its node of autograd in the leg before that of its region.
+        A reentrant checkpoint makes its node of autograd before its region runs: if a turn is handed on inside, in the
+        leg before.
         """
         starts: list[int] = []
         stacks = [CallStack(self._machine, self._requests) for _ in range(micro_batches)]
@@ -218,7 +219,9 @@ class _Replay:
             if (start := next(forward, None)) is not None:
                 running.append((number, forward))
                 starts += [start] * (number == micro_batches - 1)
-        return [bisect_right(starts, position) - apart for position, apart in enumerate(legs.is_apart)]
+        apart = legs.is_apart
+        numbers = [bisect_right(starts, position) for position in range(len(apart))]
+        return [n - (n > 0 and apart[position] and apart[starts[n - 1]]) for position, n in enumerate(numbers)]
 
     def _forward(self, legs: Legs, number: int) -> Iterator[int]:
         """Plays the forward of a micro-batch; yields where it hands its turn on."""
