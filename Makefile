@@ -48,7 +48,8 @@ test: setup
 test-programs: setup
 	$(PYTEST) $(PROGRAMS) $(PYTEST_ARGS)
 
-# What runs on the accelerator of threads: every plan and model, each with SEEDS seeds of each kind of delay.
+# What runs on the accelerator of threads. Each model under each plan takes SEEDS steps, in runs of three, and each other
+# test has SEEDS runs, dealt out over its cases. Every run has random delays from a seed of its own.
 SEEDS := 1
 test-accelerator: setup
 	ACCELERATOR_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal -m '' tests/accelerator $(PYTEST_ARGS)

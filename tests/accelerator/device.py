@@ -136,7 +136,10 @@ UNTIL_AWAITED = -1
 
 @contextmanager
 def delayed(compute: int, others: int, seed: int = 0) -> Iterator[None]:
-    """The default stream and the others begin each task up to so many microseconds late, or `UNTIL_AWAITED`."""
+    """The default stream begins some of its tasks, and others all, up to so many microseconds late.
+
+    Or each begins all of them as late as `UNTIL_AWAITED` says.
+    """
     native().delay(compute, others, seed)
     try:
         yield

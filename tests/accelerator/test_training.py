@@ -1,9 +1,13 @@
 """Training on the accelerator of threads: every plan takes the steps of plain torch, whichever stream is late.
 
-The cases are those of `tests.gpu`. ``make test-accelerator SEEDS=n`` runs all of them, each with n seeds of delays.
+The cases are those of `tests.gpu`. ``make test-accelerator SEEDS=n`` runs all of them: each model, plan and dtype takes
+n steps, in runs of three, and each other test has n runs, dealt out over its cases. Each run has a seed of its own.
 """
 
+import functools
+import hashlib
 import itertools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +18,20 @@ import torch
 
 import elixir_moe as em
 from elixir_moe.memory.out_of_memory import is_out_of_memory
+from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import lm_loss
 from tests.accelerator.device import NAME, delayed, limited
 from tests.gpu.test_quantized import CASES as QUANTIZED
 from tests.gpu.test_quantized import adapts_as_plain_torch
 from tests.support import gpu_cases
 from tests.support.cases import with_further
-from tests.support.gpu_cases import LOOPS, MODELS, PLANS
+from tests.support.gpu_cases import LOOPS, MODELS, PLANS, STEPS
+from tests.support.ranks import RankPool
 
 FP32, BF16 = torch.float32, torch.bfloat16
-LATE = {"compute": (500, 0), "others": (0, 1500), "random": (500, 500)}
+LATE = {"compute": (1000, 0), "others": (0, 1500), "random": (1000, 500)}
 """Microseconds by which the default stream is late at most, and by which all others are."""
-SEEDS = range(int(os.environ.get("ACCELERATOR_SEEDS", "1")))
+SEEDS = int(os.environ.get("ACCELERATOR_SEEDS", "1"))
 MIB = 1 << 20
 QUICK_LOOPS = [(2, "non_reentrant")]
 
@@ -40,9 +46,41 @@ QUICK = [
 ]
 
 
-def every(cases: Any) -> list[Any]:
+def with_each_delay(cases: Any) -> list[Any]:
     """Each case with each mode of delay."""
     return [(*case, late) for case in cases for late in LATE]
+
+
+def seeds(cases: int) -> range:
+    """The seeds of one of so many cases, which share them."""
+    return range(max(1, math.ceil(SEEDS / cases)))
+
+
+@functools.cache
+def plain(config: GPTConfig, dtype: torch.dtype, accumulation: int) -> dict[str, Any]:
+    """(rank) What plain torch makes of the steps on the CPU."""
+    return gpu_cases.plain(config, dtype, accumulation, "cpu")
+
+
+def trains(model: str, plan: str, dtype: torch.dtype, run: int) -> str:
+    """(rank) Takes the steps of plain torch, each run with other delays; returns a hash of all that came out."""
+    accumulation, checkpoint = LOOPS[run % len(LOOPS)]
+    config = gpu_cases.config_of(model, dtype, checkpoint)
+    late = [*LATE.values()][run // len(LOOPS) % len(LATE)]
+    with delayed(*late, seed=run):
+        result = gpu_cases.wrapped(config, PLANS[plan](), dtype, accumulation, NAME)
+    torch.accelerator.empty_cache()
+    case = f"{model}, {plan}, {dtype}, {accumulation} micro-batches, {checkpoint}, run {run}"
+    gpu_cases.compare(result, plain(config, dtype, accumulation), dtype, case)
+    return hashed(result)
+
+
+def hashed(result: dict[str, Any]) -> str:
+    """A hash of losses, norms and parameters to the bit."""
+    found = hashlib.sha256(repr((result["losses"], result["norms"])).encode())
+    for _, value in sorted(result["state"].items()):
+        found.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def late_in(late: str, seed: int, body: Callable[..., None], *arguments: Any, **options: Any) -> None:
@@ -73,10 +111,12 @@ def trains_on_two_streams(plan: str) -> None:
     gpu_cases.compare(result, gpu_cases.plain(config, FP32, len(streams), "cpu"), FP32, f"{plan}, two streams")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("plan", "late"), with_further(every([("zero3",), ("offload",)]), [("offload", "random")]))
-def test_a_model_computes_on_two_streams(threads: Any, plan: str, late: str, seed: int) -> None:
-    threads(1).run(late_in, late, seed, trains_on_two_streams, plan)
+@pytest.mark.parametrize(
+    ("plan", "late"), with_further(with_each_delay([("zero3",), ("offload",)]), [("offload", "random")])
+)
+def test_a_model_computes_on_two_streams(threads: Any, plan: str, late: str) -> None:
+    for seed in seeds(2 * len(LATE)):
+        threads(1).run(late_in, late, seed, trains_on_two_streams, plan)
 
 
 def trains_on_after_out_of_memory(plan: str) -> None:
@@ -117,34 +157,43 @@ def test_plans_train_as_plain_torch(threads: Any, model: str, plan: str, dtype: 
 
 
 @pytest.mark.slow  # a further case: all plans, loops and delays
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("model", "plan", "dtype", "late"), every(CASES))
-def test_every_plan_trains_as_plain_torch(
-    threads: Any, model: str, plan: str, dtype: torch.dtype, late: str, seed: int
-) -> None:
+@pytest.mark.parametrize(("model", "plan", "dtype"), CASES)
+def test_every_plan_trains_as_plain_torch(threads: Any, model: str, plan: str, dtype: torch.dtype) -> None:
+    trains_alike(threads(1), model, plan, dtype)
+
+
+@pytest.mark.slow  # a further case: more delays
+@pytest.mark.parametrize("plan", ["zero3", "offload"])
+def test_every_run_of_two_ranks_trains_as_plain_torch(threads: Any, plan: str) -> None:
+    trains_alike(threads(2), "mixture", plan, FP32)
+
+
+def trains_alike(pool: RankPool, model: str, plan: str, dtype: torch.dtype) -> None:
+    """Runs of the same loop differ in no bit, whatever is late."""
+    hashes: dict[int, list[str]] = {}
+    for run in range(max(len(LOOPS) * len(LATE), math.ceil(SEEDS / STEPS))):
+        found = pool.run(trains, model, plan, dtype, run)
+        assert found == hashes.setdefault(run % len(LOOPS), found), run
+
+
+def test_two_ranks_train_as_plain_torch(threads: Any) -> None:
     body = gpu_cases.trains_as_plain_torch
-    threads(1).run(late_in, late, seed, body, model, plan, dtype, NAME, oracle="cpu", loops=LOOPS)
+    threads(2).run(late_in, "random", 0, body, "mixture", "zero3", FP32, NAME, oracle="cpu", loops=QUICK_LOOPS)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("plan", "late"), with_further(every([("zero3",), ("offload",)]), [("zero3", "random")]))
-def test_two_ranks_train_as_plain_torch(threads: Any, plan: str, late: str, seed: int) -> None:
-    body = gpu_cases.trains_as_plain_torch
-    threads(2).run(late_in, late, seed, body, "mixture", plan, FP32, NAME, oracle="cpu", loops=QUICK_LOOPS)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("late", with_further(LATE, ["random"]))
-def test_what_is_saved_is_loaded_under_another_plan(threads: Any, late: str, seed: int, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    threads(1).run(late_in, late, seed, gpu_cases.saves_and_loads, "offload, some on disk", "zero3", NAME, folder)
+def test_what_is_saved_is_loaded_under_another_plan(threads: Any, late: str, tmp_path: Path) -> None:
+    for seed in seeds(len(LATE)):
+        folder = str(tmp_path / f"saved-{seed}")
+        threads(1).run(late_in, late, seed, gpu_cases.saves_and_loads, gpu_cases.DISK, "zero3", NAME, folder)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("family", "scheme", "plan", "late"), with_further(every(QUANTIZED), [("qwen3-moe", "nf4", "disk", "compute")])
+    ("family", "scheme", "plan", "late"),
+    with_further(with_each_delay(QUANTIZED), [("qwen3-moe", "nf4", "disk", "compute")]),
 )
 def test_adapters_of_quantized_weights_train_as_in_plain_torch(
-    threads: Any, family: str, scheme: str, plan: str, late: str, seed: int
+    threads: Any, family: str, scheme: str, plan: str, late: str
 ) -> None:
-    threads(1).run(late_in, late, seed, adapts_as_plain_torch, family, scheme, plan, NAME)
+    for seed in seeds(len(QUANTIZED) * len(LATE)):
+        threads(1).run(late_in, late, seed, adapts_as_plain_torch, family, scheme, plan, NAME)

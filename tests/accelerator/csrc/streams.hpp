@@ -24,6 +24,8 @@ using Task = std::function<void()>;
 constexpr std::int64_t kDefaultStream = 0;
 /// As on CUDA, `torch.Stream` hands out the streams of a pool in turn.
 constexpr std::int64_t kPool = 32;
+/// One task in so many of the default stream, which has by far the most, is late; of other streams, all are.
+constexpr std::uint64_t kOneIn = 4;
 /// Streams of process groups have numbers from here on.
 constexpr std::int64_t kFirstOwn = 1000;
 /// A delay of tasks until somebody waits for them: a stream, or the host.
@@ -87,7 +89,7 @@ class Stream {
         changed_.wait(lock, [&] { return ended_ >= number; });
     }
 
-    /// Later tasks begin up to so many microseconds late, or as late as `kUntilAwaited` says.
+    /// Later tasks begin at random up to so many microseconds late, or as late as `kUntilAwaited` says.
     void delay(std::int64_t at_most, std::uint64_t seed) {
         {
             std::lock_guard lock(mutex_);
@@ -126,7 +128,7 @@ class Stream {
     Task next() {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return may_begin(); });
-        if (delay_ > 0) {
+        if (delay_ > 0 && (id != kDefaultStream || random_() % kOneIn == 0)) {
             const std::chrono::microseconds late(random_() % static_cast<std::uint64_t>(delay_));
             lock.unlock();
             std::this_thread::sleep_for(late);
