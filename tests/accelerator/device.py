@@ -109,8 +109,7 @@ class _HostMemory:
         self._native = native
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self._native.register_host(address, nbytes)
-        return 0
+        return 0 if self._native.register_host(address, nbytes) else 2  # cudaErrorMemoryAllocation
 
     def cudaHostUnregister(self, address: int) -> int:
         self._native.unregister_host(address)
@@ -156,3 +155,13 @@ def limited(nbytes: int) -> Iterator[None]:
         yield
     finally:
         native().limit(total)
+
+
+@contextmanager
+def host_limited(nbytes: int) -> Iterator[None]:
+    """The host can page-lock only so many bytes more."""
+    native().limit_host(nbytes)
+    try:
+        yield
+    finally:
+        native().limit_host(1 << 40)

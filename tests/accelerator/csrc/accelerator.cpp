@@ -47,9 +47,10 @@ PYBIND11_MODULE(_accelerator, module) {
     module.def("delay_one", [](std::int64_t stream, std::int64_t at_most) { streams().at(stream).delay(at_most, 0); });
     module.def("hold", [](std::int64_t stream, bool held) { streams().at(stream).hold(held); });
     module.def("limit", [](std::size_t nbytes) { device_memory().limit(nbytes); });
+    module.def("limit_host", [](std::size_t nbytes) { host_memory().limit(nbytes); });
     module.def("memory_info", [] { return device_memory().memory_info(); });
     module.def("register_host", [](std::uintptr_t memory, std::size_t nbytes) {
-        host_memory().add(reinterpret_cast<void*>(memory), nbytes);
+        return host_memory().add(reinterpret_cast<void*>(memory), nbytes);
     });
     module.def("unregister_host", [](std::uintptr_t memory) { host_memory().remove(reinterpret_cast<void*>(memory)); });
     module.def("generator", [] { return default_generator(); });

@@ -239,20 +239,34 @@ class HostMemory final : public c10::Allocator {
         const std::size_t size =
             std::max<std::size_t>(kGranularity, (nbytes + kGranularity - 1) / kGranularity * kGranularity);
         std::lock_guard lock(mutex_);
+        TORCH_CHECK(locked_ + size <= limit_, "threads: out of memory: tried to page-lock ", size, " bytes");
         auto& cached = cached_[size];
         if (cached.empty()) cached.push_back(static_cast<char*>(std::aligned_alloc(kGranularity, size)));
         char* memory = cached.back();
         cached.pop_back();
         ranges_[memory] = {size, false};
+        locked_ += size;
         return {memory, memory, &drop, c10::Device(c10::DeviceType::CPU)};
     }
-    void add(void* memory, std::size_t size) {
+    /// Page-locks memory that exists; false if the host has too little.
+    bool add(void* memory, std::size_t size) {
         std::lock_guard lock(mutex_);
+        if (locked_ + size > limit_) return false;
         ranges_[static_cast<char*>(memory)] = {size, true};
+        locked_ += size;
+        return true;
     }
     void remove(void* memory) {
         std::lock_guard lock(mutex_);
-        ranges_.erase(static_cast<char*>(memory));
+        const auto found = ranges_.find(static_cast<char*>(memory));
+        if (found == ranges_.end()) return;
+        locked_ -= found->second.size;
+        ranges_.erase(found);
+    }
+    /// How many more bytes the host can page-lock.
+    void limit(std::size_t nbytes) {
+        std::lock_guard lock(mutex_);
+        limit_ = locked_ + nbytes;
     }
     bool contains(const void* address) { return find(address).has_value(); }
     /// Whether nobody but its owner keeps the memory while a copy uses it, as after `cudaHostRegister`.
@@ -282,6 +296,8 @@ class HostMemory final : public c10::Allocator {
     }
 
     std::mutex mutex_;
+    std::size_t locked_ = 0;
+    std::size_t limit_ = std::size_t{1} << 40;
     std::map<char*, Range> ranges_;
     std::map<std::size_t, std::vector<char*>> cached_;
 };
@@ -297,6 +313,7 @@ inline void HostMemory::drop(void* memory) {
     auto found = self.ranges_.find(static_cast<char*>(memory));
     std::memset(memory, kGarbage, found->second.size);
     self.cached_[found->second.size].push_back(found->first);
+    self.locked_ -= found->second.size;
     self.ranges_.erase(found);
 }
 
