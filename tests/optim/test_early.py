@@ -62,19 +62,20 @@ def whole(mesh: Any) -> em.Pattern:
     return em.Pattern(mesh, replicate=("dp",))
 
 
-def wrapped(plan: str, *, half: bool = False) -> tuple[Net, ShardedOptimizer]:
+def wrapped(plan: str, *, half: bool = False, device: str = "cpu") -> tuple[Net, ShardedOptimizer]:
     torch.manual_seed(3)
-    model = Net(em.init_mesh(device_type="cpu"))
+    model = Net(em.init_mesh(device_type=device))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 3e-3},
     ]
     dtype = torch.bfloat16 if half else None
-    return em.wrap(model, torch.optim.AdamW(groups, 1e-2), plan=PLANS[plan], compute_dtype=dtype)
+    return em.wrap(model, torch.optim.AdamW(groups, 1e-2), plan=PLANS[plan], compute_dtype=dtype, device=device)
 
 
 def backward(model: Net, seed: int, *, half: bool = False, factor: float = 1.0) -> None:
     inputs = torch.randn(8, D, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+    inputs = inputs.to(model.first.weight.device)
     (factor * model(inputs.bfloat16() if half else inputs)).backward()
 
 
@@ -85,9 +86,11 @@ def begun(optimizer: ShardedOptimizer) -> set[int]:
     return {index for index, one in given.items() if one.prepared.result() is not None}
 
 
-def train(plan: str, early: bool, half: bool, accumulation: int, ready: bool) -> tuple[dict[str, Tensor], list[Any]]:
+def train(
+    plan: str, early: bool, half: bool, accumulation: int, ready: bool, device: str = "cpu"
+) -> tuple[dict[str, Tensor], list[Any]]:
     """(rank) Norms, weights and moments; and the chunks updated in backward, of those that may be."""
-    model, optimizer = wrapped(plan, half=half)
+    model, optimizer = wrapped(plan, half=half, device=device)
     seen: dict[str, Tensor] = {}
     counts = []
     for step in range(STEPS):
@@ -112,11 +115,11 @@ def train(plan: str, early: bool, half: bool, accumulation: int, ready: bool) ->
     return seen, counts
 
 
-def compare(plan: str, half: bool, accumulation: int) -> list[str]:
+def compare(plan: str, half: bool, accumulation: int, device: str = "cpu") -> list[str]:
     """(rank) Names of what differs between updates in `step`, in backward, and wherever the thread is in time."""
-    expected, _ = train(plan, False, half, accumulation, True)
-    found, counts = train(plan, True, half, accumulation, True)
-    anyhow, _ = train(plan, True, half, accumulation, False)
+    expected, _ = train(plan, False, half, accumulation, True, device)
+    found, counts = train(plan, True, half, accumulation, True, device)
+    anyhow, _ = train(plan, True, half, accumulation, False, device)
     assert bool(counts[0][0]) == (accumulation > 1 and plan != "zero3"), "the first backward looks for writes"
     for some, allowed in counts[1:]:
         assert some <= allowed

@@ -107,19 +107,19 @@ class Interrupt:
         return self._run_instruction
 
 
-def wrapped(name: str, dtype: torch.dtype) -> tuple[nn.Module, ShardedOptimizer]:
+def wrapped(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, ShardedOptimizer]:
     model = Tied().to(dtype)
-    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=PLANS[name])
+    return em.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=PLANS[name], device=device)
 
 
 def train(model: Any, optimizer: ShardedOptimizer, number: int, folder: Path | None = None) -> None:
     """Two micro-batches with an evaluation between them, a read, a clip, a step, two writes, and perhaps a save."""
     draw = torch.Generator().manual_seed(number)
-    dtype = next(model.parameters()).dtype
-    model(torch.randn(4, D, generator=draw).to(dtype)).square().mean().backward()
+    like = next(model.parameters())
+    model(torch.randn(4, D, generator=draw).to(like)).square().mean().backward()
     with torch.no_grad():
-        model(torch.ones(1, D, dtype=dtype))
-    model(torch.randn(4, D, generator=draw).to(dtype)).square().mean().backward()
+        model(torch.ones(1, D).to(like))
+    model(torch.randn(4, D, generator=draw).to(like)).square().mean().backward()
     next(model.parameters()).norm()
     optimizer.clip_grad_norm_(0.1)
     optimizer.step()
@@ -152,8 +152,12 @@ def restore_torch() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Removes the hooks on saved tensors that torch's own contexts have left; the library leaves none."""
     yield
+    remove_hooks()
+
+
+def remove_hooks() -> None:
+    """Removes the hooks on saved tensors that torch's own contexts have left; the library leaves none."""
     left = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         left.append(top[0])
@@ -165,30 +169,37 @@ def nothing_is_left() -> Iterator[None]:
 def test_an_interrupt_anywhere_loses_nothing_silently(
     name: str, dtype: torch.dtype, points: int, tmp_path: Path
 ) -> None:
-    model, optimizer = wrapped(name, dtype)
-    em.save(tmp_path / "start", model, optimizer)
+    interrupt_anywhere(name, dtype, points, tmp_path)
+
+
+def interrupt_anywhere(
+    name: str, dtype: torch.dtype, points: int, folder: Path, device: str = "cpu", seed: int = 0
+) -> None:
+    """Interrupts so many steps, each at a random place; what follows has the bits of a run without interrupts."""
+    model, optimizer = wrapped(name, dtype, device)
+    em.save(folder / "start", model, optimizer)
     wanted = [em.full_state_dict(model)]
     counted = Interrupt(None)
     for number in range(STEPS):
         last = number == STEPS - 1
         with counted if last else contextlib.nullcontext():
-            train(model, optimizer, number, tmp_path / "counted" if last else None)
+            train(model, optimizer, number, folder / "counted" if last else None)
         optimizer.zero_grad()
         wanted.append(em.full_state_dict(model))
     assert counted.places > 1000
-    em.load(tmp_path / "start", model, optimizer)
-    draw, step, refused = random.Random(0), 0, 0
+    em.load(folder / "start", model, optimizer)
+    draw, step, refused = random.Random(seed), 0, 0
     for point in range(points):
         if step == STEPS:
-            em.load(tmp_path / "start", model, optimizer)
+            em.load(folder / "start", model, optimizer)
             step = 0
-        saves = tmp_path / f"save-{point}" if draw.random() < 0.2 else None
+        saves = folder / f"save-{point}" if draw.random() < 0.2 else None
         where = interrupted(model, optimizer, step, draw.randrange(1, counted.places), saves)
         try:
             optimizer.zero_grad()
         except em.UsageError as error:
             assert "em.load a checkpoint" in str(error), where
-            em.load(tmp_path / "start", model, optimizer)
+            em.load(folder / "start", model, optimizer)
             step, refused = 0, refused + 1
             continue
         found = em.full_state_dict(model)
