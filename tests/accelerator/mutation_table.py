@@ -1,14 +1,14 @@
-"""Who notices the mutations of `mutations`: ``make mutations``, or ``python -m tests.accelerator.mutation_table``.
+"""Which mutations of `mutations` the accelerator of threads notices: ``make mutations``.
 
-Writes a table with a line for each mutation. A mutation is tried on the accelerator of threads first; what runs on it
-is compared with plain torch. Those that nobody has noticed there are tried on the model of streams of `tests/lanes`,
-and then in the tests that are nearest to the changed file.
+Writes a table with a line for each mutation. One is tried in the tests of single waits, and then in the runs of
+`tests.support.order_cases`: what a run leaves with late streams must have the bits that it has without. The model of
+streams in `tests/lanes` and other tests are not asked.
 """
 
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.accelerator import test_library_streams
 from tests.accelerator.build import build
 from tests.accelerator.device import BACKENDS, start
 from tests.accelerator.mutations import Mutation, applied, mutations
@@ -45,19 +46,30 @@ def attempt(mutation: Mutation | None, case: Case, late: str, seed: int, wanted:
     return found
 
 
+def tries_waits(mutation: Mutation | None) -> None:
+    """(rank) Runs the tests of single waits with a mutation."""
+    signal.alarm(SECONDS)
+    with applied(mutation):
+        for name, test in vars(test_library_streams).items():
+            if name.startswith("test_"):
+                test.__wrapped__()
+    torch.accelerator.synchronize()
+    signal.alarm(0)
+
+
 class Device:
     """Ranks on the accelerator of threads, which are kept until a run fails on them."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
 
-    def run(self, world: int, *arguments: Any) -> Any:
-        """The result of `attempt` on the first rank."""
+    def run(self, world: int, body: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `body` on the first rank."""
         pool = self._pools.get(world)
         if pool is None:
             pool = self._pools[world] = RankPool(world, backend=BACKENDS, prepare=start)
         try:
-            return pool.run(attempt, *arguments)[0]
+            return pool.run(body, *arguments)[0]
         except RankError:
             pool.close()
             del self._pools[world]
@@ -87,9 +99,9 @@ class Accelerator:
     def _sound(self, case: tuple[int, Case]) -> dict[str, Any]:
         device = self._devices.get()
         world, chosen = case
-        wanted: dict[str, Any] = device.run(world, None, chosen, "", 0, None)
+        wanted: dict[str, Any] = device.run(world, attempt, None, chosen, "", 0, None)
         for late in LATE:
-            device.run(world, None, chosen, late, 0, wanted)
+            device.run(world, attempt, None, chosen, late, 0, wanted)
         self._devices.put(device)
         return wanted
 
@@ -97,11 +109,15 @@ class Accelerator:
         """The run that notices a mutation, and how; empty if none does."""
         device = self._devices.get()
         try:
+            try:
+                device.run(1, tries_waits, mutation)
+            except RankError as error:
+                return f"a test of one wait: {_told(error)}"
             for seed in self._seeds:
                 for number, ((world, case), wanted) in enumerate(zip(CASES, self._wanted, strict=True)):
                     for late in LATE:
                         try:
-                            device.run(world, mutation, case, late, seed, wanted)
+                            device.run(world, attempt, mutation, case, late, seed, wanted)
                         except RankError as error:
                             return f"run {number}, {late} late, seed {seed}: {_told(error)}"
             return ""
