@@ -197,3 +197,28 @@ def test_adapters_of_quantized_weights_train_as_in_plain_torch(
 ) -> None:
     for seed in seeds(len(QUANTIZED) * len(LATE)):
         threads(1).run(late_in, late, seed, adapts_as_plain_torch, family, scheme, plan, NAME)
+
+
+def trains_in_one_pass() -> None:
+    """(rank) The two micro-batches of a step pass each layer together."""
+    config = gpu_cases.config_of("dense", FP32)
+    model, optimizer = gpu_cases.wrap(config, PLANS["offload"](), FP32, NAME)
+    layout = em.inspect(model).layout
+    assert em.inspect(model).plan.blocks(layout) < layout.most_blocks, "weights leave the device"
+    losses, norms = [], []
+    for step in range(gpu_cases.STEPS):
+        batches = [gpu_cases.tokens(step, micro, NAME) for micro in range(2)]
+        losses += [loss / 2 for loss in em.accumulate(model, lm_loss, batches)]
+        norms.append(optimizer.clip_grad_norm_(gpu_cases.CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    result: dict[str, Any] = {"losses": [loss.item() for loss in losses], "norms": [norm.item() for norm in norms]}
+    result["state"] = em.full_state_dict(model, all_ranks=True)
+    gpu_cases.close(optimizer)
+    gpu_cases.compare(result, gpu_cases.plain(config, FP32, 2, "cpu"), FP32, "one pass")
+
+
+@pytest.mark.parametrize("late", with_further(LATE, ["random"]))
+def test_micro_batches_pass_each_layer_together(threads: Any, late: str) -> None:
+    for seed in seeds(len(LATE)):
+        threads(1).run(late_in, late, seed, trains_in_one_pass)
