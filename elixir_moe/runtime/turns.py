@@ -11,6 +11,7 @@ interrupts, and it waits for nothing but the end of threads, so nothing can wait
 
 import contextvars
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -132,6 +133,8 @@ class Turns(Generic[T]):
         except Ended:
             pass
         except BaseException as error:
+            # A suspended checkpoint in a frame would remove its hooks from the thread that ends it: that is this one.
+            traceback.clear_frames(error.__traceback__)
             self._errors.append(error)
             self._ending = True
         finally:
