@@ -91,7 +91,10 @@ def late_in(late: str, seed: int, body: Callable[..., None], *arguments: Any, **
 
 
 def trains_on_two_streams(plan: str) -> None:
-    """(rank) The second micro-batch of a step runs on a stream of its own, and nobody waits for it."""
+    """(rank) The second micro-batch of a step runs on a stream of its own, and nobody waits for it.
+
+    It waits for the step before, as in plain torch: weights at home on the device are read where the step writes them.
+    """
     streams = torch.accelerator.current_stream(), torch.Stream(device=NAME)
     config = gpu_cases.config_of("dense", FP32)
     model, optimizer = gpu_cases.wrap(config, PLANS[plan](), FP32, NAME)
@@ -104,6 +107,7 @@ def trains_on_two_streams(plan: str) -> None:
                 losses[-1].backward()
         norms.append(optimizer.clip_grad_norm_(gpu_cases.CLIP))
         optimizer.step()
+        streams[1].wait_stream(streams[0])
         optimizer.zero_grad()
     result: dict[str, Any] = {"losses": [loss.item() for loss in losses], "norms": [norm.item() for norm in norms]}
     result["state"] = em.full_state_dict(model, all_ranks=True)
