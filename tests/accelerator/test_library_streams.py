@@ -1,14 +1,19 @@
-"""Each wait of `runtime.streams` and `async_copy` on late streams: without it, memory is read too early or too late."""
+"""Each wait of `runtime.streams`, `async_copy` and a save on late streams: without it, memory is read too early."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.state.checkpoint.save import _stream_behind
+from elixir_moe.state.wrapped import Wrapped
 from tests.accelerator.device import NAME, UNTIL_AWAITED, delayed, native
 from tests.accelerator.runner import on_device
 
@@ -192,3 +197,12 @@ def test_what_was_kept_may_be_dropped_by_any_compute() -> None:
         main.synchronize()
         with side:
             assert read.cpu()[0].item() == 2
+
+
+@on_device()
+def test_a_save_reads_shards_behind_the_step_that_writes_them() -> None:
+    with late_compute():
+        shard = SimpleNamespace(tier=Tier.DEVICE, storage=ones())
+        scheduler = SimpleNamespace(chunks=[SimpleNamespace(shard=shard)])
+        with _stream_behind(cast(Wrapped, SimpleNamespace(scheduler=scheduler))):
+            assert (shard.storage * 2).cpu()[0].item() == 2
