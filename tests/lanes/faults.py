@@ -203,7 +203,7 @@ def _gathers_begin_when_updates_have_ended(patch: Patch) -> None:
 
 
 def _early_updates_do_not_wait_for_gradients(patch: Patch) -> None:
-    patch(Streams, "issued", lambda streams: _nothing)
+    patch(Streams, "until_issued_ends", lambda streams: _nothing)
 
 
 def _without(owner: Any, method: str, *, on: Any = Scheduler) -> Callable[[Patch], None]:
