@@ -490,7 +490,7 @@ def test_figures_of_another_machine_are_ignored_with_a_notice(damage: str, tmp_p
     with mock.patch.dict("os.environ", {"XDG_CACHE_HOME": str(tmp_path)}):
         machine = {"ranks": 1, "gpu": None, "processor": "any"}
         hardware = json.loads(Path(measure.__file__).with_name("machines").joinpath(f"{MACHINE}.json").read_text())
-        data: dict[str, Any] = {"format": 3, "machine": machine, "hardware": hardware}
+        data: dict[str, Any] = {"format": measure._FORMAT, "machine": machine, "hardware": hardware}
         path = cache_path(machine)
         path.parent.mkdir()
         path.write_text(json.dumps(data))
