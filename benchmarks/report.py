@@ -54,10 +54,16 @@ def race_row(
 ) -> dict[str, Any]:
     """The row of a race, told in `unit`; `times` are seconds (ours, theirs) of each round, in which `nbytes` move.
 
-    Of "calls", they are numbers of calls.
+    Of "calls" and "bytes", they are numbers of those.
     """
     ratios = [ours / theirs for ours, theirs in times]
-    tell = {"ms": lambda s: s * 1e3, "us": lambda s: s * 1e6, "GB/s": lambda s: nbytes / s / 1e9, "calls": float}[unit]
+    tell = {
+        "ms": lambda s: s * 1e3,
+        "us": lambda s: s * 1e6,
+        "GB/s": lambda s: nbytes / s / 1e9,
+        "calls": float,
+        "bytes": float,
+    }[unit]
     return what | {
         "ratio": round(median(ratios), 4),
         "spread": spread(ratios),
