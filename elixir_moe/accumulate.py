@@ -10,6 +10,8 @@ backward, and each gradient is reduced once.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,8 +45,9 @@ def accumulate(
     Each batch has random states of its own, for the host and the device, drawn from torch's generator of the host: so
     dropout does not depend on the plan. One batch uses the present states.
 
-    `step` runs on a thread of its own for each batch, one at a time. It must keep nothing on modules from one layer to
-    a later one; what it changes in process-wide state, such as `torch.backends`, belongs around this call.
+    `step` runs on a thread of its own for each batch, one at a time. It must keep nothing on modules, or in a list that
+    a forward hook fills, from one layer to a later one; what it changes for all batches, such as `model.eval()`, peft's
+    `disable_adapter()` or `torch.backends`, belongs around this call.
 
     Args:
         model: a wrapped model.
@@ -58,23 +61,27 @@ def accumulate(
 
     Raises:
         UsageError: the model is not wrapped; there are no batches, or not as many weights; `step` returns anything but
-            a scalar with a graph; ranks have different numbers of batches; a module keeps what a forward has computed;
-            or `step` starts threads, calls backward, or calls the optimizer.
+            a scalar with a graph; ranks have different numbers of batches; `step` starts threads, calls backward, or
+            calls the optimizer; or the first call with this step finds that one batch changes what another then reads:
+            a tensor that a module keeps, ``training``, or ``requires_grad``.
     """
     wrapped = require_wrapped(model, "accumulate", ": without wrap, call backward for each batch")
     given = list(batches)
-    if not given:
-        raise UsageError("accumulate got no batches: expected at least one")
-    factors = [1 / len(given)] * len(given) if weights is None else list(weights)
-    if len(factors) != len(given):
-        raise UsageError(f"accumulate got {len(given)} batches and {len(factors)} weights: expected a weight for each")
+    factors = [1 / len(given) for _ in given] if weights is None else list(weights)
     if len(wrapped.spec.ranks) > 1:
         agree(
-            "the number of batches of em.accumulate",
-            len(given),
+            "em.accumulate",
+            {"number of batches": len(given), "number of weights": len(factors)},
             wrapped.groups.peers_group,
             remedy="pass equally many on every rank, an empty one with weight 0 where there are fewer",
         )
+    if not given:
+        raise UsageError("accumulate got no batches: expected at least one")
+    if len(factors) != len(given):
+        raise UsageError(f"accumulate got {len(given)} batches and {len(factors)} weights: expected a weight for each")
+    for factor in factors:
+        if not (isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1)):
+            raise UsageError(f"accumulate got the weight {factor!r}: expected a number, or a tensor with one element")
     if len(given) == 1:
         return [_backward([_loss(step, model, given[0])], factors)[0]]
     states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
@@ -96,6 +103,8 @@ def _one_pass(
     """The losses of micro-batches that pass each layer together."""
     around = _surroundings(wrapped.scheduler.chunks[0].device)
     outside: dict[str, Tensor] = {}
+    code = getattr(step, "__code__", type(step))
+    watch = None if code in wrapped.passed_together else _Watch(model)
 
     def forward(batch: Any) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -105,30 +114,26 @@ def _one_pass(
         return run
 
     def resume(number: int) -> None:
+        if watch is not None:
+            watch.resume(number)
         torch.clear_autocast_cache()  # all threads share it, and so would the gradients of cast weights
         outside.update(exchange_states(states[number]))
 
     def suspend(number: int) -> None:
         states[number] = exchange_states(outside)
         outside.clear()
+        if watch is not None:
+            watch.suspend(number)
 
     def predict() -> Schedule | None:
         order = wrapped.spec.step_order
         return order.schedule(wrapped.layout, len(batches)) if order.observed else None
 
-    kept = _kept_graphs(model)
     try:
         losses = wrapped.hooks.run_in_turns([forward(batch) for batch in batches], predict, resume, suspend)
     finally:
         exchange_states(outside)
-    for place, tensor in _kept_graphs(model).items():
-        if kept.get(place) != tensor:
-            wrapped.hooks.reset()
-            name, key = place
-            raise UsageError(
-                f"module {name!r} keeps what a forward has computed in its attribute {key!r}, which the next batch "
-                f"overwrites before a later layer reads it: return it instead, or call backward for each batch"
-            )
+    wrapped.passed_together.add(code)
     return losses
 
 
@@ -202,11 +207,42 @@ def _backward(losses: Sequence[Tensor], factors: Sequence[float | Tensor]) -> li
     return [loss.detach() for loss in losses]
 
 
-def _kept_graphs(model: nn.Module) -> dict[tuple[str, str], int]:
-    """{(module, attribute): tensor} for the computed tensors that modules keep."""
-    return {
-        (name, key): id(value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
+class _Watch:
+    """Refuses a batch that continues with modules that another batch has changed meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._left: dict[int, dict[tuple[str, str], object]] = {}
+        """By batch: the state of the modules when its turn ended."""
+
+    def suspend(self, number: int) -> None:
+        """Notes the state that a batch leaves."""
+        self._left[number] = dict(self._state())
+
+    def resume(self, number: int) -> None:
+        """Raises UsageError if a batch, unless it is new, finds another state."""
+        left = self._left.get(number)
+        if left is None:
+            return
+        found = dict(self._state())
+        for name, key in left | found:
+            if left.get((name, key)) is not found.get((name, key)):
+                raise UsageError(
+                    f"the step changes {key!r} of module {name!r} while another batch is in a later layer, which then "
+                    f"reads it: return the tensor instead of keeping it, and call train(), eval() or another switch "
+                    f"outside of the step; or call backward for each batch"
+                )
+
+    def _state(self) -> Iterator[tuple[tuple[str, str], object]]:
+        """The tensors that modules keep, whether modules are in training and what is trainable.
+
+        Tensors of integers are taken for counts, which no layer reads.
+        """
+        for name, module in self._modules:
+            yield (name, "training"), module.training
+            for key, value in chain(vars(module).items(), module._buffers.items()):
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.dtype is torch.bool):
+                    yield (name, key), value
+            for key, p in module._parameters.items():
+                if p is not None:
+                    yield (name, f"{key}.requires_grad"), p.requires_grad

@@ -346,6 +346,11 @@ class Hooks:
 
     # ------------------------------------------------------------------------------------------------------------ turns
 
+    def refuse_in_turn(self) -> None:
+        """Raises UsageError in one of the forwards that take turns."""
+        if self._turns is not None:
+            self._turns.refuse_mine()
+
     def run_in_turns(
         self,
         forwards: Sequence[Callable[[], T]],

@@ -48,6 +48,8 @@ class Turns(Generic[T]):
         self._errors: list[BaseException] = []
         self._numbers: dict[int, int] = {}
         """{thread: its forward}."""
+        self._ended = [threading.Event() for _ in forwards]
+        """Set when a thread has done all its work. An interrupted `Thread.join` may take a thread for ended."""
         self._threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -64,8 +66,7 @@ class Turns(Generic[T]):
             thread.start()
         self._turn = 0
         self._wakes[0].put(None)
-        for thread in self._threads:
-            thread.join()
+        self._join()
         if self._errors:
             raise self._errors[0]
         return [self._results[number] for number in range(len(self._threads))]
@@ -75,17 +76,26 @@ class Turns(Generic[T]):
 
         The one whose turn it is runs on until it would hand its turn on.
         """
+        self.refuse_mine()
+        self._ending = True
+        for wake in self._wakes:
+            wake.put(None)
+        self._join()
+
+    def _join(self) -> None:
+        """Waits for the end of all threads that were started."""
+        for thread, ended in zip(self._threads, self._ended, strict=True):
+            if thread.ident is not None:
+                ended.wait()
+                thread.join()
+
+    def refuse_mine(self) -> None:
+        """Raises UsageError in one of the forwards."""
         if self.is_mine():
             raise UsageError(
                 "zero_grad, step or a reset inside em.accumulate: its `step` only computes the loss of a batch; call "
                 "the optimizer when accumulate has returned"
             )
-        self._ending = True
-        for wake in self._wakes:
-            wake.put(None)
-        for thread in self._threads:
-            if thread.is_alive():  # one that has not begun yet ends by itself
-                thread.join()
 
     def is_mine(self) -> bool:
         """Whether the caller runs in one of the forwards."""
@@ -139,6 +149,7 @@ class Turns(Generic[T]):
             self._ending = True
         finally:
             self._end(number)
+            self._ended[number].set()
 
     def _end(self, number: int) -> None:
         with self._lock:

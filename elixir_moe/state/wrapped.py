@@ -4,7 +4,7 @@ Owns `Wrapped`, and the check that a model has not changed since `wrap`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -55,6 +55,8 @@ class Wrapped:
     """{ranks of a process group: why they do not share frozen chunks in host memory, although the plan does}."""
     prediction: Any
     """The predicted cost of a step (`planner.prediction.Prediction`); None for a plan without a search."""
+    passed_together: set[object] = field(default_factory=set)
+    """The code of the steps of `accumulate` whose batches were seen to change no module for each other."""
 
     @property
     def phase(self) -> Phase:

@@ -379,11 +379,66 @@ def test_an_interrupt_anywhere_is_given_up(points: int) -> None:
 
 
 class Keeps(Tied):
-    kept: Tensor
+    """Keeps a tensor of its batch on the module: with a graph or without, as an attribute or a buffer."""
+
+    def __init__(self, *, graph: bool, buffer: bool, clears: bool) -> None:
+        super().__init__()
+        self.graph, self.clears = graph, clears
+        if buffer:
+            self.register_buffer("kept", None, persistent=False)
+        else:
+            self.kept: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        self.kept = self.embedding(ids)
-        return super().forward(ids)
+        self.kept = self.embedding(ids) if self.graph else ids.float()
+        result = super().forward(ids) * self.kept.mean()
+        if self.clears:
+            self.kept = None
+        return result
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_module_that_keeps_a_tensor_is_refused(graph: bool, buffer: bool, clears: bool) -> None:
+    model, optimizer = wrap(Keeps(graph=graph, buffer=buffer, clears=clears), PLANS["offload"])
+    for _ in range(2):
+        with pytest.raises(em.UsageError, match="the step changes 'kept' of module '' while another batch"):
+            em.accumulate(model, loss_of, batches_of(2))
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def evaluated_first(model: nn.Module, ids: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        target = loss_of(model, ids)
+    model.train()
+    return loss_of(model, ids) - target
+
+
+def frozen_afterwards(model: nn.Module, ids: Tensor) -> Tensor:
+    loss = loss_of(model, ids)
+    model.blocks[0].requires_grad_(False)  # type: ignore[operator, index, union-attr]
+    with torch.no_grad():
+        target = loss_of(model, ids)
+    model.blocks[0].requires_grad_(True)  # type: ignore[operator, index, union-attr]
+    return loss - target
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("step", "what"), [(evaluated_first, "training"), (frozen_afterwards, "requires_grad")])
+def test_a_step_that_switches_modules_between_forwards_is_refused(step: Any, what: str) -> None:
+    model, optimizer = wrap(Tied(), PLANS["offload"])
+    for _ in range(2):
+        with pytest.raises(em.UsageError, match=f"the step changes '.*{what}' of module"):
+            em.accumulate(model, step, batches_of(2))
+        model.requires_grad_(True).train()
+        optimizer.zero_grad()
+    em.accumulate(model, loss_of, batches_of(2))
+    optimizer.step()
+    optimizer.close()
 
 
 def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
@@ -408,22 +463,24 @@ def test_what_cannot_pass_side_by_side_is_refused() -> None:
     batches = batches_of(2)
     with pytest.raises(em.UsageError, match="accumulate needs a model that went through wrap"):
         em.accumulate(Tied(), loss_of, batches)
-    model, optimizer = wrap(Keeps(), PLANS["offload"])
-    with pytest.raises(em.UsageError, match=r"module '' keeps what a forward has computed in its attribute 'kept'"):
-        em.accumulate(model, loss_of, batches)
-    optimizer.close()
     model, optimizer = wrap(Tied(), PLANS["offload"])
 
     def twice(model: nn.Module, ids: Tensor) -> Tensor:
         loss_of(model, ids).backward()
         return loss_of(model, ids)
 
-    def updates(model: nn.Module, ids: Tensor) -> Tensor:
+    def drops(model: nn.Module, ids: Tensor) -> Tensor:
         optimizer.zero_grad()
         return loss_of(model, ids)
 
+    def updates(model: nn.Module, ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        optimizer.step()
+        return loss
+
     for step, message in {
         twice: "a backward inside em.accumulate",
+        drops: "inside em.accumulate",
         updates: "inside em.accumulate",
         in_a_thread: "two threads run a wrapped model at once",
         lambda model, ids: model(ids): r"returned a tensor of shape \(1, 6, 48\)",
@@ -434,6 +491,8 @@ def test_what_cannot_pass_side_by_side_is_refused() -> None:
         optimizer.zero_grad()
     with pytest.raises(em.UsageError, match="got 2 batches and 1 weights"):
         em.accumulate(model, loss_of, batches, weights=[1.0])
+    with pytest.raises(em.UsageError, match="got the weight 'x'"):
+        em.accumulate(model, loss_of, batches, weights=[1.0, "x"])  # type: ignore[list-item]
     with pytest.raises(em.UsageError, match="got no batches"):
         em.accumulate(model, loss_of, [])
     em.accumulate(model, loss_of, batches)
@@ -455,7 +514,7 @@ def other_counts() -> str:
 
 def test_ranks_with_other_numbers_of_batches_are_refused(ranks: Ranks) -> None:
     for message in ranks(2).run(other_counts):
-        assert "ranks disagree about the number of batches of em.accumulate: it is 2 on rank 0, 3 on rank 1" in message
+        assert "ranks disagree about em.accumulate: number of batches is 2 on rank 0, 3 on rank 1" in message
 
 
 def gpt2() -> tuple[nn.Module, list[dict[str, Tensor]]]:
