@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from elixir_tools.models.config import GPTConfig
 from tests.runtime.test_interrupts import Interrupt, restore_torch
+from tests.runtime.test_parity import config_of
 from tests.support.cases import placed, rounds_asked
 from tests.support.every import every
 from tests.support.parity import compare, plain, wrapped
@@ -159,33 +159,14 @@ def test_every_plan_and_checkpoint_as_plain_torch(kind: str, world: int, ranks: 
                 assert (found["state"][key] - value).abs().max() < 2e-6, (name, key)
 
 
-GPT = GPTConfig(
-    vocab_size=32,
-    seq_len=8,
-    n_layers=4,
-    d_model=16,
-    n_heads=2,
-    mlp_ratio=1,
-    experts=(0, 4, 4, 8),
-    ep=(1, 2, 2, 2),
-    residual=True,
-    aux_coefficient=0.02,
-    z_coefficient=0.01,
-    tie_embeddings=True,
-)
-
-
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_experts_over_ranks(world: int, tp: int, ranks: Ranks) -> None:
-    config = GPT if world > tp else GPTConfig(**{**vars_of(GPT), "ep": (1, 1, 1, 1)})
-    wanted = plain(GPTConfig(**{**vars_of(GPT), "ep": (1, 1, 1, 1)}), 3, 0.5)
+    whole = config_of((1, 1, 1, 1))
+    config = config_of((1, 2, 2, 2)) if world > tp else whole
+    wanted = plain(whole, 3, 0.5)
     for plan in (em.Plan.zero3(chunk_numel=2048), em.Plan.offload(chunk_numel=2048)):
         for found in ranks(world).run(wrapped, config, plan, 3, 0.5, tp, at_once=True):
             compare(found, wanted, str(plan))
-
-
-def vars_of(config: GPTConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 @pytest.mark.usefixtures("alone")
