@@ -201,7 +201,7 @@ def exchange_states(states: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sets random states as `seeded_states` returns them; returns those that were there."""
     found = {}
     for kind, state in states.items():
-        module: Any = torch if kind == "cpu" else getattr(torch, kind)
+        module: Any = torch if kind == "cpu" else api(torch.device(kind))
         found[kind] = module.get_rng_state()
         module.set_rng_state(state)
     return found

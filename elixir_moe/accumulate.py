@@ -83,7 +83,7 @@ def accumulate(
         if not (isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1)):
             raise UsageError(f"accumulate got the weight {factor!r}: expected a number, or a tensor with one element")
     if len(given) == 1:
-        return [_backward([_loss(step, model, given[0])], factors)[0]]
+        return _backward([_loss(step, model, given[0])], factors)
     states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
     if not _pays(wrapped) or not _can_take_turns():
         return [
