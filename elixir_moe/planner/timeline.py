@@ -52,7 +52,7 @@ class Timeline:
 
     def update(self, updates: Sequence[tuple[int, float]]) -> None:
         """Updates chunks one after another from the end of a backward on; `updates` are (chunk, seconds)."""
-        end = max(self.computed, *self._updated.values()) if self._updated else self.computed
+        end = max((self.computed, *self._updated.values()))
         for chunk, seconds in updates:
             end += seconds
             self._updated[chunk] = end
