@@ -175,7 +175,7 @@ class _Replay:
         self._machine = StepMachine(self._units.values(), self._trainable, requests)
         self._stack = CallStack(self._machine, requests)
         self._runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """By micro-batch and module: the positions of entry and exit of its runs in forward."""
+        """By micro-batch and module: the positions of entry and exit of its runs in forward; 0 for an evaluation."""
         self._number = 0
         """The micro-batch whose event is being played."""
         self._operator = 0
@@ -258,7 +258,7 @@ class _Replay:
 
     def _leave(self, event: StepEvent) -> None:
         call = self._stack.leave(event.module, with_grad=event.with_grad)
-        if call is not None and call.left and not call.recomputes:
+        if call is not None and not call.recomputes:
             self._runs.setdefault((self._number, event.module), []).append((call.entered, call.left))
 
     def _read(self, event: StepEvent) -> None:

@@ -181,6 +181,21 @@ def test_the_gradients_of_a_norm_come_together() -> None:
     assert lines(parts, events, layout_of([0, 1], biases=(1,))) == [*first, *in_turn]
 
 
+def test_a_run_without_gradients_counts_among_the_runs_of_its_module() -> None:
+    """Backward reaches the second run of each module; the first is an evaluation, which no schedule has."""
+    parts, layout = [part(0), part(1)], layout_of([0, 1])
+    forward = [event for number in range(2) for event in ran(number)]
+    evaluation = [replace(event, with_grad=False) for event in forward]
+
+    def backward(run: int) -> list[StepEvent]:
+        reached = ((StepEvent(REACH, n, run=run), StepEvent(ACCUMULATE, params=(n,))) for n in (1, 0))
+        return [event for each in reached for event in each]
+
+    trained = lines(parts, [*forward, *backward(0)], layout)
+    assert lines(parts, [*evaluation, *forward, *backward(1)], layout) == trained
+    assert lines(parts, [*forward, *evaluation, *backward(0)], layout) == trained
+
+
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
     forward = [event for number in range(3) for event in ran(number)]

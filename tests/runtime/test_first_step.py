@@ -1,8 +1,10 @@
 """The requests that are foreseen are those that come, from the first step on, for models drawn at random."""
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,3 +175,43 @@ def test_the_first_step_follows_the_schedule(world: int, seeds: range, ranks: Ra
 def test_the_first_step_of_many_models_follows_the_schedule(world: int, start: int, ranks: Ranks) -> None:
     for seed in range(start, start + 24):
         assert ranks(world).run(asks_as_foreseen, seed) == [True] * world, f"seed {seed}"
+
+
+def distilled(model: nn.Module, x: Tensor, *, first: bool) -> Tensor:
+    """A loss with the outputs of an evaluation, which runs before the trained forward or after it."""
+    trained = None if first else model(x)
+    with torch.no_grad():
+        target: Tensor = model(x)
+    if trained is None:
+        trained = model(x)
+    return (trained - 0.3 * target).square().mean()
+
+
+def evaluated_in_steps(first: bool) -> None:
+    """Compares the requests of steps, and their gradients, with those foreseen, and those of plain torch."""
+    em.init_mesh(device_type="cpu")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Mlp() for _ in range(4)))
+    model, batches = copy.deepcopy(plain), [torch.randn(2, WIDTH) for _ in range(3)]
+    step = partial(distilled, first=first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = em.Plan.offload(chunk_numel=1600, rcache_blocks=3)
+    model, optimizer = em.wrap(model, optimizer, plan=plan, step=step, sample=batches[0])
+    record = model._elixir
+    with rounds_asked() as rounds:
+        step(model, batches[0]).backward()
+        optimizer.step()
+        em.accumulate(model, step, batches, weights=[1.0, 1.0, 1.0])
+        optimizer.step()
+    assert rounds == [record.spec.step_order.schedule(record.layout, count).entries for count in (1, 3)]
+    for count in (1, 3):
+        gradients = torch.autograd.grad(sum(step(plain, x) for x in batches[:count]), list(plain.parameters()))
+        for p, gradient in zip(plain.parameters(), gradients, strict=True):
+            p.data -= gradient
+    torch.testing.assert_close(em.full_state_dict(model), dict(plain.state_dict()))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_with_an_evaluation_follows_the_schedule(first: bool, ranks: Ranks) -> None:
+    ranks(1).run(evaluated_in_steps, first)
