@@ -1,7 +1,7 @@
 """`accumulate`: forward and backward of several micro-batches that pass each layer together.
 
-Owns the arguments, the surroundings of each micro-batch (torch's modes of a thread, its random state), and the choice
-between one pass and the plain loop. `runtime.hooks` runs the forwards in turns.
+Owns the arguments, the passes that `Plan.batches_per_pass` divides them into, and the surroundings of each micro-batch
+(torch's modes of a thread, its random state). `runtime.hooks` runs the forwards of a pass in turns.
 
 All micro-batches pass a layer before the weights of the next are gathered, and one backward of all losses goes back in
 the same way, since autograd takes the nodes made last first. So each weight is gathered once in forward and once in
@@ -9,7 +9,7 @@ backward, and each gradient is reduced once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -37,8 +37,8 @@ def accumulate(
 
     All batches pass a layer before the weights of the next layer are gathered: a step gathers, fetches and reduces as
     much as a step of one batch. The price is memory: what autograd keeps of all batches is there at once, and gradients
-    of 16 bits are summed in fp32 in device memory while backward is in their layer. With one batch, or under a plan
-    that keeps all weights gathered, this is the plain loop.
+    of 16 bits are summed in fp32 in device memory while backward is in their layer. `Plan.batches_per_pass` lets fewer
+    batches pass together. With one batch, or under a plan that keeps all weights gathered, this is the plain loop.
 
     It may be called several times before ``optimizer.step()``. Collective: all ranks pass equally many batches.
 
@@ -85,12 +85,32 @@ def accumulate(
     if len(given) == 1:
         return _backward([_loss(step, model, given[0])], factors)
     states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
+    together = wrapped.plan.batches_per_pass or len(given)
     if not _pays(wrapped) or not _can_take_turns():
-        return [
-            _backward([_with_state(step, model, batch, state)], [factor])[0]
-            for batch, factor, state in zip(given, factors, states, strict=True)
-        ]
-    return _backward(_one_pass(wrapped, step, model, given, states), factors)
+        together = 1
+    losses = []
+    for first in range(0, len(given), together):
+        these, is_last = slice(first, first + together), first + together >= len(given)
+        with nullcontext() if is_last else wrapped.scheduler.reductions.before_others():
+            losses += _backward(_losses(wrapped, step, model, given[these], states[these]), factors[these])
+    return losses
+
+
+def _losses(
+    wrapped: Wrapped,
+    step: Callable[[nn.Module, Any], Tensor],
+    model: nn.Module,
+    batches: Sequence[Any],
+    states: list[dict[str, Tensor]],
+) -> list[Tensor]:
+    """The losses of micro-batches that pass each layer together."""
+    if len(batches) > 1:
+        return _one_pass(wrapped, step, model, batches, states)
+    outside = exchange_states(states[0])
+    try:
+        return [_loss(step, model, batches[0])]
+    finally:
+        exchange_states(outside)
 
 
 def _one_pass(
@@ -100,7 +120,7 @@ def _one_pass(
     batches: Sequence[Any],
     states: list[dict[str, Tensor]],
 ) -> list[Tensor]:
-    """The losses of micro-batches that pass each layer together."""
+    """The losses of several micro-batches, whose forwards take turns."""
     around = _surroundings(wrapped.scheduler.chunks[0].device)
     outside: dict[str, Tensor] = {}
     code = getattr(step, "__code__", type(step))
@@ -184,17 +204,6 @@ def _loss(step: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UsageError(f"the step of accumulate returned {what}: expected the loss, a scalar with a graph")
     return loss
-
-
-def _with_state(
-    step: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any, state: dict[str, Tensor]
-) -> Tensor:
-    """The loss of a batch that has a random state of its own."""
-    outside = exchange_states(state)
-    try:
-        return _loss(step, model, batch)
-    finally:
-        exchange_states(outside)
 
 
 def _backward(losses: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list[Tensor]:

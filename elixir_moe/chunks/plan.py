@@ -216,6 +216,10 @@ class Plan:
     host_checkpoints: int | Literal["all"] = _whole(0, 0, "all")
     """Number of checkpointed regions, counted from the start of forward, whose inputs are kept in host memory, or
     "all". Inputs that autograd has computed are copied there during forward, and back during backward; others stay."""
+    batches_per_pass: int | None = _whole(None, 1, None)
+    """Number of micro-batches of `em.accumulate` that pass each layer together; None lets all of a call. Weights and
+    gradients move once in each such pass, which keeps the activations of all of its micro-batches; 1 is the plain loop.
+    Random states do not depend on it."""
     master: Master = "fp32"
     """Dtype of the master weights of the parameters with narrow state. With bf16 the compute shard is the master, and
     is rounded stochastically; these parameters must be computed in bf16."""
@@ -296,6 +300,7 @@ class Plan:
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         host_checkpoints: int | Literal["all"] = 0,
+        batches_per_pass: int | None = None,
         master: Master = "fp32",
         moments: Moments = "fp32",
     ) -> Self:
@@ -306,7 +311,7 @@ class Plan:
                 that a step needs, plus blocks to gather ahead.
             rcache_blocks: number of blocks for gathered chunks, or "all"; instead of `rcache`.
             chunk_numel: chunk length C in elements; by default the smallest length with little waste.
-            reduce_dtype, host_checkpoints, master, moments: the fields of these names.
+            reduce_dtype, host_checkpoints, batches_per_pass, master, moments: the fields of these names.
         """
         return cls(scatter=True, offloaded=False, **_fields(locals()))
 
@@ -327,6 +332,7 @@ class Plan:
         chunk_numel: int | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         host_checkpoints: int | Literal["all"] = 0,
+        batches_per_pass: int | None = None,
         master: Master = "fp32",
         moments: Moments = "fp32",
     ) -> Self:
@@ -348,7 +354,8 @@ class Plan:
             rcache: device memory for gathered chunks, as in `zero3`.
             device_chunks: number of chunks whose state stays on the device; instead of `device`.
             disk_chunks: number of chunks whose master weights and moments are on disk; instead of `host`.
-            rcache_blocks, chunk_numel, reduce_dtype, host_checkpoints, master, moments: as in `zero3`.
+            rcache_blocks, chunk_numel, reduce_dtype, host_checkpoints, batches_per_pass, master, moments: as in
+                `zero3`.
         """
         if disk_chunks is None and disk is None:
             disk_chunks = 0

@@ -11,8 +11,8 @@ agree once a backward (`peers`). An update waits for all reductions.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -190,6 +190,15 @@ class Reductions:
         waits for it.
         """
         self._reduced_early = begin
+
+    @contextmanager
+    def before_others(self) -> Iterator[None]:
+        """A context around a backward that others of the same step follow: no update begins in it."""
+        begin, self._reduced_early = self._reduced_early, None
+        try:
+            yield
+        finally:
+            self._reduced_early = begin
 
     # ----------------------------------------------------------------------------------------------------------- reduce
 
