@@ -144,7 +144,7 @@ def all_trained(kind: str, names: list[str]) -> list[dict[str, Any]]:
     return [trained(Tied(kind), PLANS[name], mesh.get_local_rank("dp"), mesh.size(0)) for name in names]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_plan_and_checkpoint_as_plain_torch(kind: str, world: int, ranks: Ranks) -> None:
     """fp32: a sum of at most six gradients of up to 1 in another order differs by some ulps of 6e-8."""
@@ -159,11 +159,20 @@ def test_every_plan_and_checkpoint_as_plain_torch(kind: str, world: int, ranks: 
                 assert (found["state"][key] - value).abs().max() < 2e-6, (name, key)
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_experts_over_ranks(world: int, tp: int, ranks: Ranks) -> None:
-    whole = config_of((1, 1, 1, 1))
-    config = config_of((1, 2, 2, 2)) if world > tp else whole
-    wanted = plain(whole, 3, 0.5)
+@pytest.mark.parametrize(
+    ("world", "tp", "ep"),
+    [
+        (1, 1, (1, 1, 1, 1)),
+        (2, 1, (1, 2, 2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 2, (1, 1, 1, 1)), (4, 1, (1, 1, 2, 4)), (4, 1, (1, 4, 4, 4)), (4, 2, (1, 2, 2, 2)))
+        ),
+    ],
+)
+def test_experts_over_ranks(world: int, tp: int, ep: tuple[int, ...], ranks: Ranks) -> None:
+    config = config_of(ep)
+    wanted = plain(config_of((1, 1, 1, 1)), 3, 0.5)
     for plan in (em.Plan.zero3(chunk_numel=2048), em.Plan.offload(chunk_numel=2048)):
         for found in ranks(world).run(wrapped, config, plan, 3, 0.5, tp, at_once=True):
             compare(found, wanted, str(plan))
