@@ -56,7 +56,7 @@ STOREYS: list[set[str]] = [
     {"__init__"},
     {"hf.routers"},
     {"hf.steps"},
-    {"hf.accelerate", "hf.fabric"},
+    {"hf.accelerate", "hf.fabric", "hf.one_pass"},
     {"hf.trainer"},
     {"ext"},
     {"elixir_tools.settings", "elixir_tools.names", "elixir_tools.garbage"},

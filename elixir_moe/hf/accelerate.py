@@ -86,6 +86,8 @@ class ElixirAccelerator(Accelerator):
 
     update_in_backward: bool = False
     """Whether `backward` of the last micro-batch of a step runs in `ShardedOptimizer.update_in_backward`."""
+    after_last_backward: Callable[[], None] | None = None
+    """Called at the end of `backward` of a step's last micro-batch, while updates may begin."""
 
     def __init__(
         self,
@@ -255,6 +257,8 @@ class ElixirAccelerator(Accelerator):
         early = self.update_in_backward and self.sync_gradients
         with self._both()[1].update_in_backward() if early else nullcontext():
             super().backward(loss, **kwargs)
+            if self.after_last_backward is not None and self.sync_gradients:
+                self.after_last_backward()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Calls `ShardedOptimizer.clip_grad_norm_` for these parameters. Raises UsageError unless `norm_type` is 2."""

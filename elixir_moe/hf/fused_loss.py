@@ -3,10 +3,11 @@
 Owns the replacement of the head's product and the loss during a forward: the head computes the logits of one token
 only, and the loss is computed from the head's input. The model's own forward does the rest as usual: it adds auxiliary
 losses of routers, shifts labels and divides losses. No forward is replaced. A Trainer with label smoothing withholds
-the labels from the model and computes the loss from its output; `smoothed` does that without logits. Needs the package
-`transformers`.
+the labels from the model and computes the loss from its output; `smoothed` does that without logits. Each thread may
+run a forward of its own, as in `accumulate`. Needs the package `transformers`.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,13 @@ from elixir_moe.linear_cross_entropy import check_head, linear_cross_entropy
 from elixir_moe.parallel.meta_tensors import has_data
 
 _INSTEAD = "train with the whole loss, or call em.linear_cross_entropy in a loss of your own"
+
+
+class _Seen(threading.local):
+    """Input and output of the head in the forward that runs on this thread, until its loss is computed."""
+
+    hidden: Tensor | None = None
+    raw: Tensor | None = None
 
 
 class FusedLoss:
@@ -49,45 +57,58 @@ class FusedLoss:
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
         self._checked = False
-        self._hidden: Tensor | None = None
-        self._raw: Tensor | None = None
+        self._seen = _Seen()
+        self._threads: set[int] = set()
+        """The threads that have the context open."""
+        self._undo: list[Callable[[], object]] = []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """While open, each forward of the model computes its loss without logits."""
-        head = self._causal.get_output_embeddings()
-        hooks = (
-            head.register_forward_pre_hook(self._shorten),
-            head.register_forward_hook(self._note, prepend=True),  # before hooks that change the logits
-        )
-        own = vars(self._causal).get("_loss_function")
-        self._causal.loss_function = self._loss
+        if not self._threads:
+            self._replace()
+        self._threads.add(threading.get_ident())
         try:
             yield
-            if self._hidden is not None:
+            if self._seen.hidden is not None:
                 raise ConfigError(
                     f"a loss without logits of {self._kind}: its forward computes its loss itself, or had no labels; "
                     f"{_INSTEAD}"
                 )
         finally:
-            for hook in hooks:
-                hook.remove()
-            if own is None:
-                del self._causal._loss_function
-            else:
-                self._causal.loss_function = own
-            self._hidden = self._raw = None
+            self._seen.hidden = self._seen.raw = None
+            self._threads.discard(threading.get_ident())
+            while not self._threads and self._undo:
+                self._undo.pop()()
+
+    def _replace(self) -> None:
+        """Replaces the product of the head, and the loss."""
+        head, causal = self._causal.get_output_embeddings(), self._causal
+        own = vars(causal).get("_loss_function")
+        if own is None:
+            self._undo.append(lambda: vars(causal).pop("_loss_function"))
+        else:
+            self._undo.append(lambda: setattr(causal, "loss_function", own))
+        causal.loss_function = self._loss
+        self._undo.append(head.register_forward_pre_hook(self._shorten).remove)
+        # Before hooks that change the logits.
+        self._undo.append(head.register_forward_hook(self._note, prepend=True).remove)
+
+    @property
+    def awaits_loss(self) -> bool:
+        """Whether the forward that has run on this thread has left its loss to `smoothed`."""
+        return self._seen.hidden is not None
 
     def _shorten(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         """Keeps the input of the head, and passes on one token of it."""
         (hidden,) = args
-        if self._hidden is not None:
+        if self._seen.hidden is not None:
             raise ConfigError(f"a loss without logits of {self._kind}, which runs its head more than once; {_INSTEAD}")
-        self._hidden = hidden
+        self._seen.hidden = hidden
         return (hidden[(slice(0, 1),) * (hidden.dim() - 1)],)
 
     def _note(self, _: nn.Module, args: Any, logits: Tensor) -> None:
-        self._raw = logits.detach()
+        self._seen.raw = logits.detach()
 
     def _loss(
         self,
@@ -101,7 +122,7 @@ class FusedLoss:
         **_: Any,
     ) -> Tensor:
         """Computes `transformers.loss.loss_utils.ForCausalLMLoss`, with label smoothing."""
-        hidden, self._hidden = self._hidden, None
+        hidden, self._seen.hidden = self._seen.hidden, None
         if hidden is None:
             raise ConfigError(f"a loss without logits of {self._kind}, whose forward has not run its head; {_INSTEAD}")
         self._check(logits)
@@ -133,11 +154,12 @@ class FusedLoss:
         """Raises ConfigError if the model changes its logits in a way that its config does not describe."""
         if self._checked or not has_data(logits):
             return
-        assert self._raw is not None
-        expected = self._raw.float() * self._scale
+        raw = self._seen.raw
+        assert raw is not None
+        expected = raw.float() * self._scale
         if self._softcap is not None:
             expected = self._softcap * torch.tanh(expected / self._softcap)
-        tolerance = 8 * torch.finfo(self._raw.dtype).eps  # of the few operations that the model rounds after
+        tolerance = 8 * torch.finfo(raw.dtype).eps  # of the few operations that the model rounds after
         if logits.shape != expected.shape or not torch.allclose(
             logits.detach().float(), expected, tolerance, tolerance
         ):

@@ -14,6 +14,8 @@ import os
 import re
 import warnings
 import zipfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.hf.accelerate import CHECKPOINT_FOLDER, ElixirAccelerator, checkpoint_in, save_over
 from elixir_moe.hf.fused_loss import FusedLoss
+from elixir_moe.hf.one_pass import OnePass, why_not
 from elixir_moe.hf.routers import Routers, busiest, has_routers
 from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.hf.steps import GoBack, StepCallback, StepFacts, Steps
@@ -125,11 +128,17 @@ class ElixirMixin(_Trainer):
         self._join_callbacks()
         counted = self._step_callbacks and self.model_init is None and has_routers(self.model)
         self._steps = Steps(Routers(self.model) if counted else None, self.args.device)
+        self._one_pass = OnePass(self)
+        self._passes_together: bool | None = None
+        """Whether micro-batches pass each layer together; None until a training has begun."""
         self._going_back, self._apart = False, ""
         self._fuses, self._wants_logits = loss == "fused", False
         self._fused_loss: FusedLoss | None = None
         if self._fuses:
             self._refuse_other_losses()
+            smoother: Any = self.label_smoother
+            if smoother is not None:
+                self.label_smoother: Any = partial(self._smoothed, smoother)
             if self.model is not None:
                 self._fused(self.model)
 
@@ -196,6 +205,8 @@ class ElixirMixin(_Trainer):
             resume_from_checkpoint = _whole(resume_from_checkpoint)
         try:
             while True:
+                self._one_pass.forget()
+                self._passes_together = None
                 try:
                     return super().train(resume_from_checkpoint, *args, **kwargs)
                 except GoBack as back:
@@ -211,10 +222,29 @@ class ElixirMixin(_Trainer):
         watched = bool(self._step_callbacks)
         if watched:
             self._steps.begin(self.state.global_step)
-        found: torch.Tensor = super().training_step(*args, **kwargs)
+        if self._passes_together is None:
+            self._passes_together = self._can_pass_together()
+        together = self._passes_together
+        self.accelerator.after_last_backward = self._one_pass.run if together else None
+        with self._one_pass.waiting() if together else nullcontext():
+            found: torch.Tensor = super().training_step(*args, **kwargs)
+        found = found + self._one_pass.losses()
         if watched:
             self._steps.end(found)
         return found
+
+    def _can_pass_together(self) -> bool:
+        """Whether the plan wants micro-batches to pass each layer together, and the trainer lets them."""
+        assert self._elixir is not None
+        together = self._elixir.plan.batches_per_pass or 1
+        if together == 1 or self.args.gradient_accumulation_steps == 1:
+            return False
+        why = why_not(self, ElixirMixin)
+        if why:
+            warnings.warn(
+                f"Plan(batches_per_pass={together}): micro-batches run one after the other: {why}", stacklevel=3
+            )
+        return not why
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.norm = super()._get_grad_norm(*args, **kwargs)
@@ -265,14 +295,16 @@ class ElixirMixin(_Trainer):
             self._steps.record_inputs(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        fused_loss, smoother = self._fused(model), self.label_smoother
-        if smoother is not None:
-            self.label_smoother: Any = fused_loss.smoothed(smoother.epsilon)
-        try:
-            with fused_loss():
-                return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self.label_smoother = smoother
+        with self._fused(model)():
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _smoothed(self, smoother: Any, outputs: Any, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Computes the loss with label smoothing, without logits where the forward has computed none."""
+        fused_loss = self._fused_loss
+        if fused_loss is not None and fused_loss.awaits_loss:
+            smoother = fused_loss.smoothed(smoother.epsilon)
+        found: torch.Tensor = smoother(outputs, labels, **options)
+        return found
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any

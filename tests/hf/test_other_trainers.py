@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import elixir_moe as em
+from tests.hf.test_one_pass import passes
 from tests.hf.test_trainer import launched
+from tests.support.cases import with_further
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -77,6 +79,10 @@ def parts(name: str, folder: str) -> tuple[Any, Any, dict[str, Any], dict[str, A
 
         rows = {"prompt": column(0, 4), "chosen": column(100, 5), "rejected": column(200, 5)}
         return DPOTrainer, DPOConfig, {"model": llama(folder), "train_dataset": rows}, {}
+    if name == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        return SFTTrainer, SFTConfig, {"model": llama(folder), "train_dataset": {"text": column(0, 9)}}, {}
     if name == "kto":
         from trl.experimental.kto import KTOConfig, KTOTrainer
 
@@ -93,8 +99,10 @@ def parts(name: str, folder: str) -> tuple[Any, Any, dict[str, Any], dict[str, A
     return GRPOTrainer, GRPOConfig, given, {"num_generations": 4, "max_completion_length": 8, "beta": 0.1}
 
 
-def trained(name: str, folder: str, plan: em.Plan | None, lora: bool) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """(rank) The log, and the weights, of a trainer of TRL."""
+def trained(
+    name: str, folder: str, plan: em.Plan | None, lora: bool, micro_batches: int = 1, **more: Any
+) -> tuple[list[dict[str, float]], dict[str, Any], list[int]]:
+    """(rank) The log and the weights of a trainer of TRL, and the micro-batches of each pass."""
     from datasets import Dataset
     from peft import LoraConfig
 
@@ -106,12 +114,16 @@ def trained(name: str, folder: str, plan: em.Plan | None, lora: bool) -> tuple[l
         if lora:
             task = "SEQ_CLS" if name == "reward" else "CAUSAL_LM"
             given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
+        if name == "grpo":
+            kind = type("Seeded", (kind,), {"_generate_and_score_completions": seeded(kind)})
         if plan is not None:
             kind, given["plan"] = type("Ours", (ElixirMixin, kind), {}), plan
-        batch = 8 // dist.get_world_size()
-        settings = config(f"{folder}/out", per_device_train_batch_size=batch, **SETTINGS, **values)
+        values |= {"gradient_accumulation_steps": micro_batches, **more}
+        batch = 8 // dist.get_world_size() // micro_batches
+        settings = config(f"{folder}/out", per_device_train_batch_size=batch, **SETTINGS | values)
         trainer = kind(args=settings, processing_class=tokenizer(), **given)
-        trainer.train()
+        with passes() as found:
+            trainer.train()
         if plan is None:
             state = trainer.model.state_dict()
         else:
@@ -122,7 +134,25 @@ def trained(name: str, folder: str, plan: em.Plan | None, lora: bool) -> tuple[l
         {key: float(value) for key, value in entry.items() if not key.endswith(clocks)}
         for entry in trainer.state.log_history
     ]
-    return log, {name: value.clone() for name, value in state.items()}
+    return log, {name: value.clone() for name, value in state.items()}, found
+
+
+def seeded(kind: Any) -> Callable[..., Any]:
+    """A trainer's generation with a seed of its own for each step: a pass of several micro-batches draws seeds."""
+
+    def generate(trainer: Any, inputs: Any) -> Any:
+        torch.manual_seed(trainer.state.global_step)
+        return kind._generate_and_score_completions(trainer, inputs)
+
+    return generate
+
+
+def check(ours: list[Any], plain: list[Any], expected: list[int]) -> None:
+    for (log, state, found), (plain_log, plain_state, _) in zip(ours, plain, strict=True):
+        for entry, wanted in zip(log, plain_log, strict=True):
+            assert entry == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+        torch.testing.assert_close(state, plain_state, atol=1e-5, rtol=0)
+        assert found == expected
 
 
 CASES = [(name, lora, world) for name in ("dpo", "kto", "reward", "grpo") for lora in (True, False) for world in (1, 2)]
@@ -139,10 +169,59 @@ def test_a_trainer_of_trl_trains_as_without_the_mixin(
     write_llama(str(tmp_path))
     plain = ranks(world).run(trained, name, str(tmp_path), None, lora)
     ours = ranks(world).run(trained, name, str(tmp_path), PLANS["offload" if lora else "zero3"], lora)
-    for (log, state), (plain_log, plain_state) in zip(ours, plain, strict=True):
-        for found, wanted in zip(log, plain_log, strict=True):
-            assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5)
-        torch.testing.assert_close(state, plain_state, atol=1e-5, rtol=0)
+    check(ours, plain, [])
+
+
+TOGETHER = em.Plan.offload(chunk_numel=2048, rcache_blocks=6, batches_per_pass=8)
+IN_PASSES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "sft": ("sft", False, {"label_smoothing_factor": 0.1}),
+    "sft of adapters": ("sft", True, {"gradient_checkpointing": True}),
+    "dpo with a reference": ("dpo", False, {"gradient_checkpointing": True}),
+    "dpo of adapters, references before": ("dpo", True, {"precompute_ref_log_probs": True}),
+    "kto": ("kto", False, {}),
+    "reward": ("reward", False, {}),
+    "grpo": ("grpo", False, {}),
+    "grpo of adapters": ("grpo", True, {}),
+}
+
+
+ON_TWO_RANKS = ("sft", "dpo with a reference", "kto", "grpo of adapters")
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    with_further(
+        [*((case, 1) for case in IN_PASSES), *((case, 2) for case in ON_TWO_RANKS)],
+        [("sft", 1), ("dpo with a reference", 1), ("grpo of adapters", 2)],
+    ),
+)
+def test_micro_batches_of_a_trainer_of_trl_pass_together(ranks: Ranks, tmp_path: Path, case: str, world: int) -> None:
+    name, lora, more = IN_PASSES[case]
+    write_llama(str(tmp_path))
+    plain = ranks(world).run(trained, name, str(tmp_path), None, lora, 4 // world, **more)
+    ours = ranks(world).run(trained, name, str(tmp_path), TOGETHER, lora, 4 // world, **more)
+    check(ours, plain, [4 // world] * 3)
+
+
+IN_THE_LOOP: dict[str, tuple[str, bool, dict[str, Any], str]] = {
+    "references": ("dpo", True, {}, "precompute_ref_log_probs=True computes it before"),
+    "references of kto": ("kto", True, {}, "the loss switches adapters off"),
+    "entropy": ("grpo", True, {"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+}
+
+
+@pytest.mark.parametrize("case", with_further(IN_THE_LOOP, ("references",)))
+def test_what_keeps_micro_batches_in_the_plain_loop(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    name, lora, more, why = IN_THE_LOOP[case]
+    write_llama(str(tmp_path))
+    plain = ranks(1).run(trained, name, str(tmp_path), None, lora, 4, **more)
+    ours = ranks(1).run(warned, name, str(tmp_path), why, lora, more)
+    check(ours, plain, [])
+
+
+def warned(name: str, folder: str, why: str, lora: bool, more: dict[str, Any]) -> Any:
+    with pytest.warns(UserWarning, match=why):
+        return trained(name, folder, TOGETHER, lora, 4, **more)
 
 
 def generated(folder: str, plan: em.Plan | None) -> list[float]:
