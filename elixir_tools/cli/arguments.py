@@ -274,6 +274,13 @@ def add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--rows", type=int, default=4, metavar="N", help="rows of a micro-batch, all ranks together")
     verb.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a row")
     verb.add_argument("--accumulation", type=int, default=2, metavar="N", help="micro-batches of a step")
+    verb.add_argument(
+        "--batches-per-pass",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches that pass each layer together, by em.accumulate; 1 is the plain loop",
+    )
     verb.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     verb.add_argument(
         "--compute-dtype",

@@ -61,6 +61,7 @@ def compare(
         resumed_ranks=resumed_ranks(known),
         steps=known.steps,
         accumulation=known.accumulation,
+        together=known.batches_per_pass,
         compute_dtype=None if known.compute_dtype == "fp32" else torch.bfloat16,
         folder=folder,
     )
@@ -80,9 +81,9 @@ def compare(
 
 def check_numbers(known: argparse.Namespace) -> None:
     """Raises ConfigError for counts that no run can have."""
-    for name in ("ranks", "steps", "rows", "seq", "accumulation"):
+    for name in ("ranks", "steps", "rows", "seq", "accumulation", "batches_per_pass"):
         if getattr(known, name) < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {getattr(known, name)}")
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(known, name)}")
     if known.ranks > _MOST_RANKS:
         raise ConfigError(f"--ranks {known.ranks}: expected at most {_MOST_RANKS} processes on one machine")
     for name, ranks in (("ranks", known.ranks), ("resume-ranks", resumed_ranks(known))):

@@ -25,6 +25,7 @@ from elixir_moe import (
     MoE,
     Saving,
     ShardedOptimizer,
+    accumulate,
     annotate,
     full_state_dict,
     init_mesh,
@@ -358,14 +359,26 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.updating = early
-        losses: list[Tensor] = []
-        for micro_batch in self._micro_batches():
-            loss = self._loss(self.model, micro_batch)
-            last = len(losses) == progress.accumulation - 1
-            with self.optimizer.update_in_backward() if early and last else nullcontext():
-                (self.optimizer.scale(loss) / progress.accumulation).backward()
-            losses.append(loss.detach())
+        together = self.wrapped.plan.batches_per_pass or 1
+        if together > 1 and progress.accumulation > 1:
+            share = self.optimizer.scale(torch.tensor(1 / progress.accumulation))
+            with self.optimizer.update_in_backward() if early else nullcontext():
+                losses = accumulate(
+                    self.model, self._loss, self._micro_batches(), weights=[share] * progress.accumulation
+                )
+        else:
+            losses = list(self._one_by_one(early))
         return torch.stack(losses).mean().item()
+
+    def _one_by_one(self, early: bool) -> Iterator[Tensor]:
+        """Runs forward and backward of each micro-batch; yields their losses."""
+        accumulation = self.progress.accumulation
+        for number, micro_batch in enumerate(self._micro_batches()):
+            loss = self._loss(self.model, micro_batch)
+            last = number == accumulation - 1
+            with self.optimizer.update_in_backward() if early and last else nullcontext():
+                (self.optimizer.scale(loss) / accumulation).backward()
+            yield loss.detach()
 
     def _micro_batches(self) -> Iterator[Tensor]:
         """This rank's micro-batches of the step."""

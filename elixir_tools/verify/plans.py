@@ -4,7 +4,7 @@ Owns what a name stands for, and where the chunks of `disk` go. Searches for not
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ class AskedPlan:
     accumulation: int = 1
     """Backwards of a step, for the search."""
 
-    def of(self, step: Callable[[Any, Any], Any], sample: Any) -> dict[str, Any]:
-        """The arguments of `em.wrap` for a model with this step and batch; a search has the step already."""
+    def of(self, step: Callable[[Any, Any], Any], sample: Any, together: int) -> dict[str, Any]:
+        """The arguments of `em.wrap` for a model with this step and batch; a search has the step already.
+
+        `together`: micro-batches that pass each layer together.
+        """
         if self.given is not None:
-            return {"plan": self.given, "step": step, "sample": sample}
+            plan = replace(self.given, batches_per_pass=together) if together > 1 else self.given
+            return {"plan": plan, "step": step, "sample": sample}
         auto = Plan.auto(step=step, sample=sample, hardware=_SEARCHED_FOR, accumulation=self.accumulation)
         return {"plan": auto}
 

@@ -7,6 +7,7 @@ nothing.
 
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from elixir_moe import MoE, ShardedOptimizer, full_state_dict, load, save, save_pretrained, wrap
+from elixir_moe import MoE, ShardedOptimizer, accumulate, full_state_dict, load, save, save_pretrained, wrap
 from elixir_moe.errors import ConfigError
 from elixir_moe.ext.checkpoints import Whole, read_manifest
 from elixir_moe.ext.hf import base_of, has_own_adapters, is_peft_model
@@ -66,6 +67,8 @@ class Setup:
     """Micro-batches of a step."""
     compute_dtype: torch.dtype | None
     """The dtype of forward and backward."""
+    together: int = 1
+    """Micro-batches that pass each layer together under the plan; 1 is the plain loop."""
     folder: Path
     """For the checkpoint, the export and the records."""
     device: str = "cpu"
@@ -193,12 +196,14 @@ def _leave(setup: Setup, record: Record) -> None:
 def _step(setup: Setup, trainer: "Wrapped", schedule: LambdaLR, record: Record, step: int) -> None:
     """Weights are read behind a forward that has used them: to read them might bring them up to date."""
     case, losses, sums = trainer.case, torch.zeros((), dtype=torch.float64), Sums()
-    for micro in range(setup.accumulation):
+
+    def loss_of(model: nn.Module, micro: int) -> Tensor:
         rows = own_rows(batch_of(case, step, micro), setup.device)
-        with labels_counted(case.model, record.labeled, counted=not (step or micro)):
-            with _modules_watched(case.model, sums, watched=not micro):
-                loss = case.step(trainer.runs, rows)
-            trainer.backward(loss, last=micro + 1 == setup.accumulation)
+        labeled = labels_counted(case.model, record.labeled, counted=not (step or micro))
+        with labeled, _modules_watched(case.model, sums, watched=not micro):
+            return case.step(model, rows)
+
+    for loss in trainer.backwards(loss_of) if setup.together > 1 else _one_by_one(setup, trainer, loss_of):
         losses += loss.detach().cpu() / setup.accumulation
     record.losses.append(_mean(losses))
     record.modules.append(_added(_gathered(sums)))
@@ -211,6 +216,14 @@ def _step(setup: Setup, trainer: "Wrapped", schedule: LambdaLR, record: Record, 
     record.gradients.append(trainer.norms())
     record.norms.append(trainer.update())
     schedule.step()
+
+
+def _one_by_one(setup: Setup, trainer: "Wrapped", loss_of: Callable[[nn.Module, int], Tensor]) -> Iterator[Tensor]:
+    """Runs forward and backward of each micro-batch of a step; yields their losses."""
+    for micro in range(setup.accumulation):
+        loss = loss_of(trainer.runs, micro)
+        trainer.backward(loss, last=micro + 1 == setup.accumulation)
+        yield loss
 
 
 def _end_half(setup: Setup, trainer: "Wrapped", record: Record) -> None:
@@ -304,7 +317,11 @@ def _moved(batch: Any, device: str) -> Any:
 
 @contextmanager
 def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Iterator[None]:
-    """Adds to `rows`, for each position of the logits, the rows of the batch whose loss depends on them."""
+    """Adds to `rows`, for each position of the logits, the rows of the batch whose loss depends on them.
+
+    Counts only forwards of this thread: in one pass, each micro-batch has one.
+    """
+    thread = threading.get_ident()
 
     def note(gradient: Tensor) -> None:
         reached = (gradient != 0).any(-1).sum(0).tolist()
@@ -312,7 +329,8 @@ def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Itera
 
     def watch(_module: nn.Module, _arguments: Any, output: Any) -> None:
         logits = getattr(output, "logits", None)
-        if isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
+        mine = threading.get_ident() == thread
+        if mine and isinstance(logits, Tensor) and logits.dim() == 3 and logits.requires_grad:
             logits.register_hook(note)
 
     called = base_of(model)  # peft may call it past all that is around it
@@ -326,11 +344,16 @@ def labels_counted(model: nn.Module, rows: list[int], *, counted: bool) -> Itera
 
 @contextmanager
 def _modules_watched(model: nn.Module, sums: Sums, *, watched: bool) -> Iterator[None]:
-    """Adds to `sums` what each module returns for rows; numbers of a whole batch depend on how rows are shared out."""
-    hooks = []
+    """Adds to `sums` what each module returns for rows; numbers of a whole batch depend on how rows are shared out.
+
+    Counts only forwards of this thread.
+    """
+    hooks, thread = [], threading.get_ident()
     for name, module in model.named_modules() if watched else ():
 
         def note(_module: nn.Module, _arguments: Any, output: Any, name: str = name) -> None:
+            if threading.get_ident() != thread:
+                return
             square, numel = sums.pop(name, (0.0, 0))  # a module may be called again
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
@@ -372,7 +395,7 @@ class Planned:
             optimizer_of(case, (p for p in case.model.parameters() if p.requires_grad)),
             compute_dtype=setup.compute_dtype,
             device=setup.device,
-            **self.plan.of(case.step, sample),
+            **self.plan.of(case.step, sample, setup.together),
         )
         return Wrapped(case=case, runs=model, optimizer=optimizer, setup=setup)
 
@@ -393,9 +416,8 @@ class Planned:
         with torch.device("meta"):
             empty = type(model)(model.config)
         trained = optimizer_of(case, empty.parameters())
-        plan = self.plan.of(case.step, own_rows(batch_of(case, 0, 0), setup.device))[
-            "plan"
-        ]  # no step can run without data
+        sample = own_rows(batch_of(case, 0, 0), setup.device)
+        plan = self.plan.of(case.step, sample, setup.together)["plan"]  # no step can run without data
         empty, optimizer = wrap(empty, trained, plan=plan, weights=folder, device=setup.device)
         weights = _full(empty)
         optimizer.close()
@@ -417,6 +439,10 @@ class Wrapped:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Runs the backward of a micro-batch, whose loss is the mean over this rank's rows; `last` of its step."""
         (loss / self.setup.accumulation).backward()
+
+    def backwards(self, loss_of: Callable[[nn.Module, int], Tensor]) -> list[Tensor]:
+        """Runs forward and backward of all micro-batches of a step by `accumulate`; returns their losses."""
+        return accumulate(self.runs, loss_of, range(self.setup.accumulation))
 
     def norms(self) -> dict[str, float]:
         """Norm of each parameter's gradient, before a clip."""

@@ -14,7 +14,8 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.hf.accelerate import checkpoint_in
-from tests.hf.test_trainer import counted, launched, mixture
+from tests.hf.test_one_pass import PLAN, with_passes
+from tests.hf.test_trainer import counted, data, launched, mixture
 from tests.optim.test_modes import ScheduleFree
 from tests.state.test_checkpoint_files import write_small
 from tests.support.ranks import RankPool
@@ -349,3 +350,43 @@ def test_a_replacement_that_a_kill_has_stopped_is_ended(ranks: Ranks, tmp_path: 
     whole = ["elixir_moe"]
     wanted = [("first", whole), (".new", whole), ("first", whole), (".new", whole), ("", [])]
     assert ranks(1).run(checkpoints_found, str(tmp_path)) == [wanted]
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def accumulated(ours: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(rank) Norms and weights of a loop of four micro-batches a step, which under a plan pass each layer together."""
+    from accelerate import Accelerator
+
+    from elixir_moe.hf.accelerate import ElixirAccelerator
+
+    with launched():
+        accelerator: Any = ElixirAccelerator(cpu=True, plan=PLAN) if ours else Accelerator(cpu=True)
+        model = mixture()
+        loader = torch.utils.data.DataLoader(data(), batch_size=8 // dist.get_world_size())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        batches, norms = list(loader), []
+        for mine in (batches[:4], batches[4:]):
+            if ours:
+                em.accumulate(model, loss_of, mine)
+            for batch in mine if not ours else ():
+                accelerator.backward(loss_of(model, batch) / 4)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        if ours:
+            optimizer.optimizer.close()
+    return norms, state
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_micro_batches_of_accelerate_in_one_pass(ranks: Ranks, world: int) -> None:
+    plain, _ = ranks(world).run(with_passes, accumulated, False)[0]
+    ours, found = ranks(world).run(with_passes, accumulated, True)[0]
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5) and found == [4, 4]
+    torch.testing.assert_close(ours[1], plain[1], rtol=0, atol=1e-4)

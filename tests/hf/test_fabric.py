@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import elixir_moe as em
 from elixir_moe.errors import CheckpointError, ConfigError, ElixirError, UsageError
+from tests.hf.test_one_pass import with_passes
 from tests.optim.test_modes import ScheduleFree
 from tests.support.ranks import RankPool
 
@@ -66,8 +67,13 @@ def plain(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, model.state_dict()
 
 
-def ours(plan: em.Plan, steps: range, load: str = "", save: str = "") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(rank) Steps of a run; loaded from a folder before them, saved in one afterwards."""
+def ours(
+    plan: em.Plan, steps: range, load: str = "", save: str = "", *, at_once: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(rank) Steps of a run; loaded from a folder before them, saved in one afterwards.
+
+    `at_once`: the micro-batches of a step pass each layer together.
+    """
     with fabric(plan=plan) as found:
         model, optimizer, schedule = parts()
         model, optimizer = found.setup(model, optimizer)
@@ -78,8 +84,10 @@ def ours(plan: em.Plan, steps: range, load: str = "", save: str = "") -> tuple[l
             assert state["step"] == steps.start
         norms = []
         for step in steps:
-            for micro in range(2):
-                x = batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()]
+            mine = [batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()] for micro in range(2)]
+            if at_once:
+                em.accumulate(model.module, lambda module, x: F.mse_loss(module(x), x), mine, weights=[1, 1])
+            for micro, x in enumerate(mine if not at_once else ()):
                 with found.no_backward_sync(model, enabled=not micro):
                     found.backward(F.mse_loss(model(x), x))
             norms.append(float(found.clip_gradients(model, optimizer, max_norm=0.5)))
@@ -101,6 +109,14 @@ def test_a_loop_of_fabric_is_that_of_plain_torch(ranks: Ranks, tmp_path: Path, w
     for found, weights in ranks(1).run(ours, em.Plan.offload(), range(STEPS // 2, STEPS), load=folder):
         assert found == pytest.approx(norms[STEPS // 2 :], rel=1e-5)
         torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_of_fabric_in_one_pass(ranks: Ranks) -> None:
+    norms, values = plain(STEPS)
+    plan = em.Plan.offload(chunk_numel=544, rcache_blocks=2)
+    (found, weights), found_passes = ranks(1).run(with_passes, ours, plan, range(STEPS), at_once=True)[0]
+    assert found == pytest.approx(norms, rel=1e-5) and found_passes == [2] * STEPS
+    torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
 
 
 def averaged() -> list[torch.Tensor]:

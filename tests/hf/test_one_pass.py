@@ -36,6 +36,12 @@ def passes() -> Iterator[list[int]]:
         yield found
 
 
+def with_passes(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[int]]:
+    """(rank) The result of a run, and the number of micro-batches of each of its passes."""
+    with passes() as found:
+        return run(*args, **kwargs), found
+
+
 def uneven(rows: int) -> list[dict[str, Any]]:
     """Rows with different numbers of tokens to learn."""
     found = data()[:rows]

@@ -51,6 +51,17 @@ def sound() -> Case:
     return Mixture(), loss_of, sample
 
 
+def in_turn() -> Case:
+    """A loss that under a plan, in training, must run on the thread of a micro-batch."""
+
+    def loss_in_turn(model: nn.Module, x: Tensor) -> Tensor:
+        if hasattr(model, "_elixir") and torch.is_grad_enabled():
+            assert threading.current_thread().name.startswith("micro-batch")
+        return loss_of(model, x)
+
+    return Mixture(), loss_in_turn, sample
+
+
 def in_bf16() -> Case:
     """A loss that casts its input as the weights are."""
     return Mixture(), lambda model, x: loss_of(model, x.to(next(model.parameters()).dtype)), sample

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import elixir_moe as em
 from elixir_tools.cli.main import main
 from elixir_tools.names import PLANS
 from elixir_tools.verify.plans import asked
@@ -49,6 +50,22 @@ def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"moments when saved", "weights after the load", "weights of step 4 after the load"} < set(names)
     assert names[-2:] == ["exported weights", "outputs after the export"]
     assert answer["versions"]["torch"]
+
+
+SMALL = em.Plan.offload(chunk_numel=256, rcache_blocks=3).to_json()
+
+
+@pytest.mark.parametrize("module", ["in_turn", pytest.param("unused", marks=pytest.mark.slow)])
+def test_micro_batches_in_one_pass(capsys: pytest.CaptureFixture[str], module: str) -> None:
+    given = ("--plan", SMALL, "--accumulation", "5", "--batches-per-pass", "3", "--resume-ranks", "1")
+    code, answer = verified(capsys, "--module", f"{CASES}:{module}", *given)
+    assert code == 0, answer["first"]
+
+
+def test_a_fault_in_one_pass_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--plan", SMALL, "--accumulation", "3", "--batches-per-pass", "3")
+    code, answer = verified(capsys, "--module", f"{CASES}:scaled", *given)
+    assert (code, failed(answer)["name"]) == (1, "loss of step 1")
 
 
 @pytest.mark.parametrize(
