@@ -216,8 +216,15 @@ def _backward(losses: Sequence[Tensor], factors: Sequence[float | Tensor]) -> li
     return [loss.detach() for loss in losses]
 
 
+_WATCHED = 2
+"""Batches that `_Watch` looks at. A look takes milliseconds where there are thousands of modules."""
+
+
 class _Watch:
-    """Refuses a batch that continues with modules that another batch has changed meanwhile."""
+    """Refuses a batch that continues with modules that another batch has changed meanwhile.
+
+    It looks at modules before and after the turns of two batches, between which all others have theirs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
@@ -226,7 +233,8 @@ class _Watch:
 
     def suspend(self, number: int) -> None:
         """Notes the state that a batch leaves."""
-        self._left[number] = dict(self._state())
+        if number < _WATCHED:
+            self._left[number] = dict(self._state())
 
     def resume(self, number: int) -> None:
         """Raises UsageError if a batch, unless it is new, finds another state."""

@@ -193,7 +193,7 @@ class StepMachine:
         """By micro-batch: its part of `past`, if there are several."""
         self._current: Forward | None = None
         self._suspended: dict[int, Forward | None] = {}
-        """The running forward of each micro-batch whose turn it is not."""
+        """The running forward of each micro-batch that has had a turn; empty while they take none."""
         self._arrived: dict[int, int] = {}
         """By micro-batch: the number that its next entry has got already."""
         self._incomplete: defaultdict[int, dict[ParamId, None]] = defaultdict(dict)
@@ -204,6 +204,16 @@ class StepMachine:
         self._order.clear()
 
     # ------------------------------------------------------------------------------------------------------- forward
+
+    def begin_turns(self) -> None:
+        """Records that several micro-batches begin to take turns. All calls of a micro-batch are one forward."""
+        self._current = None
+        self._suspended.clear()
+
+    def end_turns(self) -> None:
+        """Records that the forwards of all micro-batches have ended."""
+        self.begin_turns()
+        self.micro_batch = 0
 
     def turn_to(self, micro_batch: int) -> None:
         """Records that another micro-batch runs from now on."""
@@ -220,11 +230,13 @@ class StepMachine:
 
     def begin_call(self) -> None:
         """Records that a forward begins that is inside no other."""
-        self._current = None
+        if not self._suspended:
+            self._current = None
 
     def drop_call(self) -> None:
         """Forgets the forward that has just ended: it has failed, and gets no backward."""
-        self.forwards = [forward for forward in self.forwards if forward is not self._current]
+        if not self._suspended:
+            self.forwards = [forward for forward in self.forwards if forward is not self._current]
 
     def enter(self, unit: Unit) -> int:
         """Acquires a unit that forward enters; returns the number of the entry."""

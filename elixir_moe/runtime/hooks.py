@@ -52,7 +52,7 @@ from elixir_moe.runtime.param_access import ParamAccess, Switch
 from elixir_moe.runtime.phase import READABLE
 from elixir_moe.runtime.saved_tensors import SavedTensors, leave
 from elixir_moe.runtime.scheduler import Scheduler
-from elixir_moe.runtime.turns import Turns
+from elixir_moe.runtime.turns import Threads, Turns
 from elixir_moe.torch_private import (
     DIFFERENTIATING,
     DisableTorchFunctionSubclass,
@@ -158,6 +158,7 @@ class Hooks:
         self._saved = SavedTensors(scheduler, placeholder, self.machine, self._begin_backward, checkpoints)
         self._turns: Turns[Any] | None = None
         """The forwards that take turns."""
+        self._threads = Threads()
         self._others: dict[int, _Forward] = {}
         """By micro-batch: the forwards whose turn it is not."""
         self._region: object = None
@@ -378,10 +379,11 @@ class Hooks:
         self._begin(len(forwards), predict)
         stack = self._stack
         try:
-            self._turns = Turns(forwards, begin_turn, end_turn)
+            self._turns = Turns(self._threads, forwards, begin_turn, end_turn)
             self._phase.begin_turns()
+            self.machine.begin_turns()
             self._sum_in_fp32()
-            self._turn_starts, self._next_number = [], next_sequence_number()
+            self._turn_starts, self._next_number = [], max(self._next_number, next_sequence_number())
             results: list[T] = self._turns.run()
             self._turns = None
         except BaseException:
@@ -393,7 +395,7 @@ class Hooks:
         self._others.clear()
         advance_sequence_number(self._next_number)
         self._turn_starts.append((self._next_number, -1))
-        self.machine.turn_to(0)
+        self.machine.end_turns()
         self._phase.end_turns()
         return results
 
@@ -604,7 +606,7 @@ class Hooks:
         """Gives up all unfinished work; reduced gradients stay."""
         if self._turns is not None:
             self._turns.end()
-            self._turns = None
+            self._turns, self._threads = None, Threads()  # in theirs, torch's modes may be what a failure has left
         self._phase.abort()
         self._scheduler.reset()
         self._saved.forget()

@@ -1,7 +1,7 @@
 """Forwards that take turns: one thread for each micro-batch, of which one runs at a time.
 
-Owns the threads, and whose turn it is. Knows nothing of models: `elixir_moe.accumulate` says what the threads run, and
-`hooks` where a turn is handed on.
+Owns the threads, which live on from step to step, and whose turn it is. Knows nothing of models:
+`elixir_moe.accumulate` says what the threads run, and `hooks` where a turn is handed on.
 
 Threads, since each then has torch's modes for itself: gradients, autocast, saved-tensor hooks, checkpointed regions.
 Whoever holds the turn hands it on when its forward ends, however it ends. After a first error, each other forward ends
@@ -10,9 +10,12 @@ interrupts, and it waits for nothing but the end of threads, so nothing can wait
 """
 
 import contextvars
+import os
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -25,16 +28,51 @@ class Ended(BaseException):
     """Raised in a forward that is given up because another one has failed."""
 
 
+class Threads:
+    """Threads that run one job after another. They end when nothing refers to this object any more.
+
+    They are kept from one step to the next, for torch keeps things for each thread: the plans of cuDNN's attention,
+    which take 60 ms to make, and the number of the next node of autograd.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._process = os.getpid()
+
+    def start(self, number: int, job: Callable[[], None]) -> None:
+        """Runs `job`, which must not raise, on thread `number` when its earlier jobs have ended."""
+        if self._process != os.getpid():  # a forked process has no threads but one
+            self._jobs, self._process = [], os.getpid()
+        while len(self._jobs) <= number:
+            jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            name = f"micro-batch {len(self._jobs)}"
+            threading.Thread(target=_serve, args=(jobs,), name=name, daemon=True).start()
+            weakref.finalize(self, jobs.put, None)
+            self._jobs.append(jobs)
+        self._jobs[number].put(job)
+
+
+def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # whatever it refers to is not kept until the next one
+
+
 class Turns(Generic[T]):
     """The forwards of several micro-batches, which take turns."""
 
     def __init__(
-        self, forwards: Sequence[Callable[[], T]], resume: Callable[[int], None], suspend: Callable[[int], None]
+        self,
+        threads: Threads,
+        forwards: Sequence[Callable[[], T]],
+        resume: Callable[[int], None],
+        suspend: Callable[[int], None],
     ) -> None:
         """`resume` is called with the number of a forward whenever its turn begins, `suspend` when it ends.
 
         Both run on the forward's thread.
         """
+        self._threads, self._forwards = threads, forwards
         self._resume, self._suspend = resume, suspend
         self._wakes: list[SimpleQueue[None]] = [SimpleQueue() for _ in forwards]
         """One for each thread, which looks at `_turn` whenever something is put into it."""
@@ -48,28 +86,21 @@ class Turns(Generic[T]):
         self._errors: list[BaseException] = []
         self._numbers: dict[int, int] = {}
         """{thread: its forward}."""
-        self._ended = [threading.Event() for _ in forwards]
-        """Set when a thread has done all its work. An interrupted `Thread.join` may take a thread for ended."""
-        self._threads = [
-            threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(self._run, n, forward),
-                name=f"micro-batch {n}",
-                daemon=True,
-            )
-            for n, forward in enumerate(forwards)
-        ]
+        self._ended: list[threading.Event] = []
+        """Of each forward that was started: set when it has done all its work."""
 
     def run(self) -> list[T]:
         """Runs all forwards; returns their results. Raises the first error of any, after all have ended."""
-        for thread in self._threads:
-            thread.start()
+        for number, forward in enumerate(self._forwards):
+            ended = threading.Event()
+            self._threads.start(number, partial(contextvars.copy_context().run, self._run, number, forward, ended))
+            self._ended.append(ended)  # one that an interrupt keeps from here ends by itself: it gets no turn
         self._turn = 0
         self._wakes[0].put(None)
         self._join()
         if self._errors:
             raise self._errors[0]
-        return [self._results[number] for number in range(len(self._threads))]
+        return [self._results[number] for number in range(len(self._forwards))]
 
     def end(self) -> None:
         """Gives up all forwards that have not ended; returns when their threads have.
@@ -83,11 +114,9 @@ class Turns(Generic[T]):
         self._join()
 
     def _join(self) -> None:
-        """Waits for the end of all threads that were started."""
-        for thread, ended in zip(self._threads, self._ended, strict=True):
-            if thread.ident is not None:
-                ended.wait()
-                thread.join()
+        """Waits for the end of all forwards that were started."""
+        for ended in self._ended:
+            ended.wait()
 
     def refuse_mine(self) -> None:
         """Raises UsageError in one of the forwards."""
@@ -131,7 +160,7 @@ class Turns(Generic[T]):
             raise Ended
         self._resume(number)
 
-    def _run(self, number: int, forward: Callable[[], T]) -> None:
+    def _run(self, number: int, forward: Callable[[], T], ended: threading.Event) -> None:
         self._numbers[threading.get_ident()] = number
         try:
             while self._turn != number and not self._ending:  # nothing has begun, so nothing need end in order
@@ -149,7 +178,7 @@ class Turns(Generic[T]):
             self._ending = True
         finally:
             self._end(number)
-            self._ended[number].set()
+            ended.set()
 
     def _end(self, number: int) -> None:
         with self._lock:

@@ -229,6 +229,35 @@ def all_moved(name: str, dtype: torch.dtype) -> list[dict[str, int]]:
     return [one, eight, moved(name, 8, dtype, at_once=False)]
 
 
+def loss_by_layers(model: nn.Module, ids: Tensor) -> Tensor:
+    """`loss_of`, by a call of each layer: each is outermost then, and a step of many batches has hundreds."""
+    x = model.embedding(ids[:, :-1])
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return F.cross_entropy(F.linear(x, model.embedding.weight).flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_calls_each_layer() -> None:
+    """Its layers are frozen, so no gradient says when a layer is done."""
+    batches = batches_of(5)
+    oracle, model = Tied(layers=60), Tied(layers=60)
+    oracle.blocks.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    for batch in batches:
+        (loss_of(oracle, batch) / len(batches)).backward()
+    model, optimizer = wrap(model, PLANS["offload"], step=loss_by_layers)
+    record, before = model._elixir, em.full_state_dict(model)
+    with rounds_asked() as rounds:
+        em.accumulate(model, loss_by_layers, batches)
+    assert rounds == [record.spec.step_order.schedule(record.layout, len(batches)).entries]
+    optimizer.step()
+    after = em.full_state_dict(model)
+    name, wanted = "embedding.weight", oracle.embedding.weight.grad
+    torch.testing.assert_close(before[name] - after[name], wanted, rtol=1e-4, atol=1e-6)
+    optimizer.close()
+
+
 @pytest.mark.parametrize(("name", "world"), [("zero3", 2), ("offload", 1), ("values on disk", 1)])
 def test_eight_batches_move_and_hold_what_one_does(name: str, world: int, ranks: Ranks) -> None:
     for one, eight, loop in ranks(world).run(all_moved, name, torch.bfloat16):
@@ -303,6 +332,27 @@ def test_modes_of_the_thread_go_along() -> None:
     optimizer.close()
 
 
+def forward_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("micro-batch")}
+
+
+@pytest.mark.usefixtures("alone")
+def test_threads_live_as_long_as_the_model() -> None:
+    before = forward_threads()
+    model, optimizer = wrap(Tied(), PLANS["offload"])
+    em.accumulate(model, loss_of, batches_of(3))
+    mine = forward_threads() - before
+    for count in (3, 2, 3):
+        em.accumulate(model, loss_of, batches_of(count))
+        assert forward_threads() - before == mine
+    assert len(mine) == 3
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    for thread in mine:
+        thread.join()
+
+
 class FailsError(Exception):
     """A forward that fails."""
 
@@ -327,7 +377,6 @@ def test_a_forward_that_fails_ends_the_others(kind: str) -> None:
             with pytest.raises(FailsError):
                 em.accumulate(model, loss_of, batches)
             handle.remove()
-            assert not any("micro-batch" in thread.name for thread in threading.enumerate())
             assert not any(model._elixir.scheduler.gathers.holds(c.index) for c in model._elixir.layout.cached)
             optimizer.zero_grad()
     em.accumulate(model, loss_of, batches)
@@ -361,7 +410,6 @@ def test_an_interrupt_anywhere_is_given_up(points: int) -> None:
             em.accumulate(model, loss_of, batches)
         restore_torch()
         optimizer.zero_grad()
-        assert not any("micro-batch" in thread.name for thread in threading.enumerate()), interrupt.where
         em.accumulate(model, loss_of, batches)
         assert optimizer.clip_grad_norm_(float("inf")).item() == wanted, interrupt.where
         optimizer.zero_grad()
