@@ -42,18 +42,19 @@ struct Kernels {
     AdamKernel* adam;
     NormKernel* norm;
     NarrowKernel* narrow;
+    AddKernel* add;
 };
 
 Kernels kernels_of(Isa isa) {
 #ifdef ELIXIR_X86
-    if (isa == Isa::avx512) return {adam_avx512, norm_avx512, narrow_avx512};
-    if (isa == Isa::avx2) return {adam_avx2, norm_avx2, narrow_avx2};
+    if (isa == Isa::avx512) return {adam_avx512, norm_avx512, narrow_avx512, add_avx512};
+    if (isa == Isa::avx2) return {adam_avx2, norm_avx2, narrow_avx2, add_avx2};
 #endif
 #ifdef ELIXIR_NEON
-    if (isa == Isa::neon) return {adam_neon, norm_neon, narrow_neon};
+    if (isa == Isa::neon) return {adam_neon, norm_neon, narrow_neon, add_neon};
 #endif
     (void)isa;
-    return {adam_scalar, norm_scalar, narrow_scalar};
+    return {adam_scalar, norm_scalar, narrow_scalar, add_scalar};
 }
 
 }  // namespace
@@ -99,6 +100,15 @@ void narrow_step(const NarrowArrays& arrays, const AdamSettings& settings, Isa i
     const auto address_of = [&](std::size_t begin) { return static_cast<const char*>(arrays.weight) + begin * width; };
     in_parts(parts, n, start_of, address_of,
              [&](std::size_t, std::size_t begin, std::size_t end) { kernel(arrays, constants, begin, end); });
+}
+
+void add_to(float* total, const void* term, Dtype dtype, std::size_t numel, Isa isa, int threads) {
+    AddKernel* const kernel = kernels_of(isa).add;
+    const std::size_t parts = parts_of(numel, threads, kMinPerThread);
+    const auto start_of = [=](std::size_t part) { return numel / kPageNumel * part / parts * kPageNumel; };
+    const auto address_of = [=](std::size_t begin) { return total + begin; };
+    in_parts(parts, numel, start_of, address_of,
+             [=](std::size_t, std::size_t begin, std::size_t end) { kernel(total, term, dtype, begin, end); });
 }
 
 double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads) {

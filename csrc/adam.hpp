@@ -1,5 +1,5 @@
-// One Adam step over a shard in host memory: gradient in, master weight and moments updated, compute weight out, in one
-// pass.
+// Passes over a shard in host memory. The largest is an Adam step: gradient in, master weight and moments updated,
+// compute weight out, in one pass.
 //
 // Knows nothing of Python. Arrays are plain pointers; the caller guarantees their length. Allocates only for threads.
 //
@@ -65,5 +65,8 @@ void adam_step(const AdamArrays& arrays, const AdamSettings& settings, Isa isa, 
 /// The sum of squares of `numel` elements of a gradient, of any dtype but none: per kNormRow elements, 16 float sums
 /// (element i goes to sum i % 16), which are then added in double.
 double sum_of_squares(const void* grad, Dtype dtype, std::size_t numel, Isa isa, int threads);
+
+/// Adds `term`, of any dtype but none, to `total`, both of `numel` elements.
+void add_to(float* total, const void* term, Dtype dtype, std::size_t numel, Isa isa, int threads);
 
 }  // namespace elixir

@@ -45,6 +45,10 @@ void adam_avx2(const AdamArrays& arrays, const AdamConstants& constants, std::si
     simd::adam<Avx2>(arrays, constants, begin, end);
 }
 
+void add_avx2(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end) {
+    simd::add<Avx2>(total, term, dtype, begin, end);
+}
+
 double norm_avx2(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
     return simd::norm<Avx2>(grad, dtype, begin, end);
 }

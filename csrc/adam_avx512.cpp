@@ -43,6 +43,10 @@ void adam_avx512(const AdamArrays& arrays, const AdamConstants& constants, std::
     simd::adam<Avx512>(arrays, constants, begin, end);
 }
 
+void add_avx512(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end) {
+    simd::add<Avx512>(total, term, dtype, begin, end);
+}
+
 double norm_avx512(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
     return simd::norm<Avx512>(grad, dtype, begin, end);
 }

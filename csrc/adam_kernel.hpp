@@ -38,6 +38,14 @@ NormKernel norm_avx2;
 NormKernel norm_avx512;
 NormKernel norm_neon;
 
+/// Adds elements [begin, end) of `term` to those of `total`.
+using AddKernel = void(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end);
+
+AddKernel add_scalar;
+AddKernel add_avx2;
+AddKernel add_avx512;
+AddKernel add_neon;
+
 AdamKernel adam_scalar;
 AdamKernel adam_avx2;
 AdamKernel adam_avx512;

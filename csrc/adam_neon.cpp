@@ -33,6 +33,10 @@ void adam_neon(const AdamArrays& arrays, const AdamConstants& constants, std::si
     simd::adam<Neon>(arrays, constants, begin, end);
 }
 
+void add_neon(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end) {
+    simd::add<Neon>(total, term, dtype, begin, end);
+}
+
 double norm_neon(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
     return simd::norm<Neon>(grad, dtype, begin, end);
 }

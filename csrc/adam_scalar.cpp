@@ -56,6 +56,10 @@ void adam_scalar(const AdamArrays& a, const AdamConstants& c, std::size_t begin,
     }
 }
 
+void add_scalar(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) total[i] += load(term, dtype, i);
+}
+
 double norm_scalar(const void* grad, Dtype dtype, std::size_t begin, std::size_t end) {
     double total = 0.0;
     for (std::size_t row = begin; row < end; row += kNormRow) {

@@ -123,6 +123,31 @@ void adam(const AdamArrays& a, const AdamConstants& c, std::size_t begin, std::s
 }
 
 template <class Vec, Dtype dtype>
+void add_of(float* total, const void* term, std::size_t begin, std::size_t end) {
+    std::size_t i = begin;
+    for (; i + kBlock <= end; i += kBlock) {
+        prefetch<Vec>(total, i + kPrefetchAhead, 4);
+        prefetch<Vec>(term, i + kPrefetchAhead, dtype == Dtype::float32 ? 4 : 2);
+        for (std::size_t j = i; j < i + kBlock; j += Vec::width) {
+            store(total + j, load<typename Vec::F>(total + j) + load_grad<Vec, dtype>(term, j));
+        }
+    }
+    add_scalar(total, term, dtype, i, end);
+}
+
+template <class Vec>
+void add(float* total, const void* term, Dtype dtype, std::size_t begin, std::size_t end) {
+    switch (dtype) {
+        case Dtype::bfloat16:
+            return add_of<Vec, Dtype::bfloat16>(total, term, begin, end);
+        case Dtype::float16:
+            return add_of<Vec, Dtype::float16>(total, term, begin, end);
+        default:
+            return add_of<Vec, Dtype::float32>(total, term, begin, end);
+    }
+}
+
+template <class Vec, Dtype dtype>
 double norm_of(const void* grad, std::size_t begin, std::size_t end) {
     constexpr std::size_t registers = kNormLanes / Vec::width;
     double total = 0.0;

@@ -207,6 +207,17 @@ double sum_of_squares(ConstArray grad, int threads, const std::string& isa_name)
     return elixir::sum_of_squares(grad.data(), dtype, grad.size(), isa, threads);
 }
 
+void add_to(Floats total, ConstArray term, int threads, const std::string& isa_name) {
+    on_host("total", total);
+    on_host("term", term);
+    of_length("term", term.size(), total.size());
+    if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + "; at least 1 is needed");
+    const elixir::Dtype dtype = dtype_of("term", term.dtype());
+    const elixir::Isa isa = isa_named(isa_name);
+    const nb::gil_scoped_release no_gil;
+    elixir::add_to(total.data(), term.data(), dtype, total.size(), isa, threads);
+}
+
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Codes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig>;
 using Scales = nb::ndarray<const float, nb::ndim<1>, nb::c_contig>;
@@ -310,6 +321,9 @@ NB_MODULE(_native, m) {
 
     m.def("sum_of_squares", &sum_of_squares, "grad"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
           "The sum of squares of a gradient shard in host memory.");
+
+    m.def("add_to", &add_to, "total"_a.noconvert(), "term"_a.noconvert(), nb::kw_only(), "threads"_a, "isa"_a = "",
+          "Adds a gradient shard to a sum, both in host memory.");
 
     m.def("decode_nibbles", &decode_nibbles, "codes"_a.noconvert(), "scales"_a.noconvert(), "values"_a.noconvert(),
           "out"_a.noconvert(), nb::kw_only(), "block"_a, "high_first"_a, "threads"_a, "isa"_a = "",

@@ -74,6 +74,7 @@ def narrow_step(
     """
 
 def sum_of_squares(grad: Tensor, *, threads: int, isa: str = "") -> float: ...
+def add_to(total: Tensor, term: Tensor, *, threads: int, isa: str = "") -> None: ...
 def decode_nibbles(
     codes: Tensor,
     scales: Tensor,

@@ -15,8 +15,8 @@ import torch
 from elixir_moe.accelerator import is_accelerator, recorded_event
 from elixir_moe.chunks.ledger import SUMS_IN_FLIGHT
 from elixir_moe.chunks.plan import Tier
-from elixir_moe.kernels import helpers, host_threads, work_on
-from elixir_moe.memory.slabs import Slab
+from elixir_moe.kernels import add_to, host_threads, work_on
+from elixir_moe.memory.slabs import Slab, copy_on_host
 
 
 def adds_async(device: torch.device) -> bool:
@@ -34,8 +34,7 @@ class HostSums:
         self._given = 0
         self._running: deque[Future[None]] = deque()
         self._thread = ThreadPoolExecutor(1, "elixir-sum", work_on, (device,))
-        self._parts = helpers(host_threads(device))
-        self._helpers = ThreadPoolExecutor(self._parts, "elixir-sum-part")
+        self._adding = host_threads(device)
 
     def add(
         self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, after: "Future[None] | None"
@@ -44,7 +43,8 @@ class HostSums:
 
         Otherwise as `submit`. Nobody may use `total` before the result is there.
         """
-        return self.submit(reduced, lambda gradient: self._add(total, gradient, first), after=after)
+        add = copy_on_host if first else add_to
+        return self.submit(reduced, lambda gradient: add(total, gradient, threads=self._adding), after=after)
 
     def submit(
         self, reduced: torch.Tensor, use: Callable[[torch.Tensor], None], *, after: "Future[None] | None"
@@ -84,9 +84,8 @@ class HostSums:
             adding.result()
 
     def close(self) -> None:
-        """Ends the threads, when all that was given is added."""
+        """Ends the thread, when all that was given is added."""
         self._thread.shutdown()
-        self._helpers.shutdown()
 
     def _finish_oldest(self) -> None:
         oldest = self._running[0]
@@ -104,17 +103,3 @@ class HostSums:
         if after is not None:
             after.result()  # it has ended: one thread adds
         use(buffer)
-
-    def _add(self, total: torch.Tensor, buffer: torch.Tensor, first: bool) -> None:
-        if self._parts == 1:
-            _accumulate(total, buffer, first)
-            return
-        length = -(-total.numel() // self._parts)
-        parts = zip(total.split(length), buffer.split(length), strict=True)
-        for part in [self._helpers.submit(_accumulate, *part, first) for part in parts]:
-            part.result()
-
-
-def _accumulate(total: torch.Tensor, term: torch.Tensor, first: bool) -> None:
-    with torch.no_grad():
-        total.copy_(term) if first else total.add_(term)

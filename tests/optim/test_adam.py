@@ -549,3 +549,21 @@ def test_memory_lies_on_a_node_of_this_machine() -> None:
     nodes = {node for first, *last in ends for node in range(first, (last or [first])[0] + 1)}
     found = _native.node_of(torch.ones(1 << 20, dtype=torch.uint8))
     assert found == -1 if len(nodes) == 1 else found in {-1, *nodes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 17, 3 * kernels.HOT_NUMEL + 4097])
+def test_a_sum_has_the_bits_of_torchs(dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every instruction set that runs here, and without the native kernel."""
+    draw = torch.Generator().manual_seed(0)
+    start, term = torch.randn(numel, generator=draw), torch.randn(numel, generator=draw).to(dtype)
+    wanted = start + term.float()
+    for isa in ISAS:
+        total = start.clone()
+        _native.add_to(total, term, threads=3, isa=isa)
+        assert torch.equal(total, wanted), isa
+    for native in (kernels._native, None):
+        monkeypatch.setattr(kernels, "_native", native)
+        total = start.clone()
+        kernels.add_to(total, term, threads=2)
+        assert torch.equal(total, wanted)
