@@ -8,9 +8,10 @@ Three things that can overlap each take a least time, and the longest of them is
   matrix products at the rate of a large one, for M parameters that a token meets and D tokens: 2 M D in forward, 2 M D
   again where activations are recomputed, 2 M D for the gradients of activations, and 2 M D for those of trained weights
   (8 M D of a model trained whole; Elixir v2, section 6);
-- PCIe: parameters whose state cannot be on the device go up twice a micro-batch (2 B each), for forward and for
-  backward. The gradients of those that are trained come down meanwhile, and are fewer bytes. Device memory
-  for the activations of a micro-batch cannot hold state: all contenders recompute layers, and hold as many;
+- PCIe: parameters whose state cannot be on the device go up twice (2 B each), for forward and for backward, with each
+  micro-batch, or with each pass of several. The gradients of those that are trained come down meanwhile, and are fewer
+  bytes. Device memory for the activations of a micro-batch cannot hold state: all contenders recompute layers, and hold
+  as many;
 - host Adam: trained parameters whose state is not on the device are updated by the CPU.
 """
 
@@ -32,9 +33,10 @@ def bound(rates: dict[str, float], row: dict[str, Any], plain: dict[str, Any] | 
     if plain is not None:
         layers = row["layers"] - plain["layers"]
         computing = row["micro_batches"] * (plain["seconds"] + layers * plain["layer_seconds"])
+    passes = row.get("passes", row["micro_batches"])
     seconds = {
         "compute": computing,
-        "PCIe": 2 * row["micro_batches"] * COMPUTE_BYTES * (frozen_away + trained_away) / rates["up_bytes_per_second"],
+        "PCIe": 2 * passes * COMPUTE_BYTES * (frozen_away + trained_away) / rates["up_bytes_per_second"],
         "host Adam": trained_away / rates["host_adam_parameters_per_second"],
     }
     what = max(seconds, key=lambda name: seconds[name])

@@ -34,8 +34,12 @@ from elixir_moe.memory.slabs import host_bytes_left
 
 GIB = 1 << 30
 WARM_STEPS, STEPS = 2, 3
+FEWER_STEPS = 1, 2
+"""Where a step has many micro-batches, each of which is one more measurement."""
 TOY_STEPS = 1, 1
 """The value without a GPU."""
+MOST_OF_FEW = 4
+OURS = ("ours", "ours-one-pass")
 FITS = 0.96
 """Part of the device's memory that a plan may use. The holes that the allocator leaves are in the plan's own sum."""
 OVERHEAD = 1.1
@@ -68,7 +72,7 @@ def main() -> int:
     """Runs a case and tells its figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proof.case", description=main.__doc__)
     parser.add_argument("case", help="a `Case` as JSON")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="instead: trace one step into this file (.json.gz)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="trace one more step into this file (.json.gz)")
     options = parser.parse_args()
     case = Case(**json.loads(options.case))
     try:
@@ -76,7 +80,7 @@ def main() -> int:
     except LeftOutError as why:
         tell({"left_out": str(why)})
     except torch.OutOfMemoryError as error:
-        if case.contender == "ours":
+        if case.contender in OURS:
             raise
         tell({"left_out": f"it ran out of device memory: {str(error)[:120]}"})
     return 0
@@ -105,25 +109,29 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
         drawn = [torch.randint(model.vocab_size, shape, generator=generator) for _ in range(case.accumulation)]
         return [batch.cuda() for batch in drawn] if cuda else drawn
 
-    warm, counted = (WARM_STEPS, STEPS) if cuda else TOY_STEPS
+    steps = FEWER_STEPS if case.accumulation > MOST_OF_FEW else (WARM_STEPS, STEPS)
+    warm, counted = steps if cuda else TOY_STEPS
     seconds: list[float] = []
     losses: list[Tensor] = []
-    for number in range(warm + (0 if trace else counted)):
+    for number in range(warm + counted):
         batches = draw()
         seconds.append(elapsed(lambda batches=batches: losses.append(step(batches))))
         print(f"step {number}: {seconds[-1]:.3f} s, loss {losses[-1].item():.4f}", flush=True)
+    traced: dict[str, Any] = {}
     if trace is not None:
         batches = draw()
         record(lambda: step(batches), trace)
-        return {"trace": trace.name, "summary": summary(trace)}
+        traced = {"trace": trace.name, "summary": summary(trace)}
     seconds = seconds[warm:]
     tokens = case.accumulation * model.batch * model.seq_len
     return (
         counts
         | predicted
+        | traced
         | {
             "batch": model.batch,
             "micro_batches": case.accumulation,
+            "passes": 1 if case.contender == "ours-one-pass" else case.accumulation,
             "tokens": tokens,
             "recomputes": 1,
             "seconds": median(seconds),
@@ -151,7 +159,7 @@ def _layers(case: Case) -> int | None:
 
     Free memory is rounded down, so that all contenders of a machine get the same number.
     """
-    if not case.model.endswith("-lora"):
+    if "-lora" not in case.model:
         return None
     whole = build(case.model, toy=not torch.cuda.is_available()).counts()
     of_layer = 2 * whole["parameters"] / whole["layers"]
@@ -165,7 +173,7 @@ def _check_room(case: Case, counts: dict[str, int], device_bytes: int) -> None:
     state = 16 * counts["trained"] + 2 * frozen
     if case.contender.startswith("deepspeed"):
         state += 2 * counts["trained"]
-    if case.contender == "ours":
+    if case.contender in OURS:
         needs = {"host": 2 * counts["parameters"]}  # where the model is made
     elif case.contender.endswith("offload"):
         needs = {"host": int(OVERHEAD * state)}
@@ -207,6 +215,19 @@ def _plain_step(
     return step
 
 
+def _pass_step(model: nn.Module, loss: Any, optimizer: Any) -> Step:
+    """A step without clipping, whose micro-batches pass each layer together."""
+
+    def step(batches: list[Tensor]) -> Tensor:
+        with optimizer.update_in_backward():
+            losses = em.accumulate(model, loss, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    return step
+
+
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
@@ -215,12 +236,26 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
     fill(model.module)
     model.ties(model.module)
     sample = torch.zeros(model.batch, model.seq_len + 1, dtype=torch.int64)
-    plan = em.Plan.auto(model.loss, sample, budget=int(FITS * device_bytes), accumulation=case.accumulation)
+    one_pass, loss = case.contender == "ours-one-pass", model.loss
+    budget, accumulation = int(FITS * device_bytes), case.accumulation
+    if accumulation > MOST_OF_FEW:
+        loss = model.loss_without_logits or loss
+    if (
+        one_pass
+    ):  # the search knows of one micro-batch: the inputs of recomputed layers, and logits in fp32, of the others
+        logits = 0 if model.loss_without_logits else 6 * model.vocab_size
+        kept = sample[:, 1:].numel() * (2 * model.width * (len(model.blocks) + 2) + logits)
+        budget, accumulation = budget - (accumulation - 1) * kept, 1
+    plan = em.Plan.auto(loss, sample, budget=budget, accumulation=accumulation)
     module, optimizer = em.wrap(model.module, torch.optim.AdamW(model.module.parameters(), lr=LEARNING_RATE), plan=plan)
     found = em.inspect(module)
     print(found.plan, found.plan.explain(), sep="\n", flush=True)
     assert found.prediction is not None
-    step = _plain_step(module, model.loss, optimizer, optimizer.update_in_backward)
+    step = (
+        _pass_step(module, loss, optimizer)
+        if one_pass
+        else _plain_step(module, loss, optimizer, optimizer.update_in_backward)
+    )
     forecast = found.prediction.forecast
     return step, {"predicted_seconds": forecast.seconds.step, "activation_bytes": forecast.activation_bytes}
 
@@ -283,7 +318,13 @@ def _deepspeed(model: Model, case: Case, device_bytes: int) -> Built:
     return step, {}
 
 
-BUILD = {"ours": _ours, "fsdp2": _fsdp2, "fsdp2-offload": _fsdp2, "deepspeed-zero3-offload": _deepspeed}
+BUILD = {
+    "ours": _ours,
+    "ours-one-pass": _ours,
+    "fsdp2": _fsdp2,
+    "fsdp2-offload": _fsdp2,
+    "deepspeed-zero3-offload": _deepspeed,
+}
 
 
 if __name__ == "__main__":

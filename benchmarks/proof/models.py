@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import elixir_moe as em
 from benchmarks.workload import SEED
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, lm_loss
 
 RANK_OF_ADAPTERS = 16
+IN_LITTLE = "-24g"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class Model:
     """Sequences of a micro-batch."""
     chosen: float
     """The fraction of the experts that a token meets."""
+    width: int
+    """Elements of a token between layers."""
+    loss_without_logits: Callable[[nn.Module, Tensor], Tensor] | None = None
+    """The same by `em.linear_cross_entropy`, for ours where a pass of many micro-batches would keep their logits."""
     ties: Callable[[nn.Module], None] = lambda module: None
     """Ties again what leaves the meta device untied."""
 
@@ -53,7 +59,11 @@ class Model:
 
 
 def build(name: str, *, toy: bool, layers: int | None = None) -> Model:
-    """The model called `name`, or its toy; of `layers` layers if that is less than it has."""
+    """The model called `name`, or its toy; of `layers` layers if that is less than it has.
+
+    A name that ends in `IN_LITTLE` is that of a model to train in little memory, by many small micro-batches.
+    """
+    little, name = name.endswith(IN_LITTLE), name.removesuffix(IN_LITTLE)
     if name == "qwen3-30b-a3b-lora":
         return _qwen3(toy, layers)
     config = _TOYS[name] if toy else _SHAPES[name]
@@ -71,7 +81,8 @@ def build(name: str, *, toy: bool, layers: int | None = None) -> Model:
         loss=lm_loss,
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
-        batch=2 if toy else 8,
+        batch=2 if toy or little else 8,
+        width=config.d_model,
         chosen=config.top_k / max(1, sum(config.experts) / max(1, sum(map(bool, config.experts)))),
         ties=tie,
     )
@@ -156,12 +167,19 @@ def _qwen3(toy: bool, layers: int | None) -> Model:
         seq_len=16 if toy else 1024,
         batch=2 if toy else 4,
         chosen=config.num_experts_per_tok / config.num_experts,
+        width=config.hidden_size,
+        loss_without_logits=_causal_loss_without_logits,
     )
 
 
 def _causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens[:, :-1]).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    hidden = model.model(input_ids=tokens[:, :-1]).last_hidden_state
+    return em.linear_cross_entropy(hidden, model.lm_head, tokens[:, 1:])
 
 
 def fill(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.proof.bound import bound
 from benchmarks.proof.steps import Journal, Step
 
+ONE_PASS = "ours-one-pass"
 OFFLOADING_PEERS = ("fsdp2-offload", "deepspeed-zero3-offload")
 MODELS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "gpt2-5.5b": (78, OFFLOADING_PEERS),
@@ -20,10 +21,18 @@ MODELS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "pr-moe-6b": (78, OFFLOADING_PEERS),
 }
 """Device memory in GiB (None: all of it), and the peers. The state of 5.5 and 6 B parameters is 81 and 91 GiB."""
+IN_LITTLE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "qwen3-30b-a3b-lora-24g": (24, (ONE_PASS, "fsdp2-offload")),
+    "gpt2-5.5b-24g": (24, (ONE_PASS, "fsdp2-offload")),
+}
+"""The same in the memory of a small card: steps of `MANY` micro-batches, by passes and by the plain loop."""
+MANY = 8
+ROWS = {accumulation: MODELS for accumulation in (1, 4)} | {MANY: IN_LITTLE}
+"""{micro-batches of a step: {model: (GiB, contenders beside ours)}}."""
 WANTED_OF_PEER, WANTED_OF_BOUND = 1.5, 0.85
 """The targets for ours: a multiple of the best offloading peer's tokens a second, and a fraction of the bound."""
 
-SECONDS, MORE_SECONDS = 150, {"deepspeed-zero3-offload": 300, "qwen3-30b-a3b-lora": 240}
+SECONDS, MORE_SECONDS = 150, {"deepspeed-zero3-offload": 300, "qwen3-30b-a3b-lora": 240, "qwen3-30b-a3b-lora-24g": 240}
 """Limits of a case: DeepSpeed compiles its kernels at their first use, and 57 GiB of weights take a while to make."""
 
 _PYTHON = sys.executable
@@ -57,9 +66,11 @@ def steps(out: Path, machine: dict[str, Any], environment: dict[str, str]) -> li
         *(_case(first, contender, 1) for contender in _QUICK),
         _module("rates", seconds=60),
         *(_case(second, contender, 1) for contender in _QUICK),
+        *(_case(model, ONE_PASS, MANY, trace=out / f"trace-{model}.json.gz") for model in IN_LITTLE),
+        *(_case(model, contender, MANY) for contender in _QUICK for model in IN_LITTLE),
         Step(name="tests", command=(*pytest, *together, "tests/gpu", *_OTHER_TESTS * on_gpu), seconds=240),
         replace(_module("tests.support.gpu_cases", seconds=90), name="sanitizer", environment=sanitized),
-        *(_module("plain", model, seconds=60) for model in MODELS),
+        *(_module("plain", model, seconds=60) for model in (*MODELS, *IN_LITTLE)),
         _module("decoding", seconds=60),
         *(_case(model, contender, 1) for model in others for contender in ("ours", *MODELS[model][1])),
         *(_case(model, contender, 4) for model in MODELS for contender in ("ours", *MODELS[model][1])),
@@ -95,9 +106,15 @@ def _module(name: str, *arguments: str, seconds: float) -> Step:
 
 
 def _case(model: str, contender: str, accumulation: int, *, trace: Path | None = None) -> Step:
-    case = {"contender": contender, "model": model, "accumulation": accumulation, "limit_gib": MODELS[model][0]}
+    case = {
+        "contender": contender,
+        "model": model,
+        "accumulation": accumulation,
+        "limit_gib": (MODELS | IN_LITTLE)[model][0],
+    }
     command = [_PYTHON, "-m", "benchmarks.proof.case", json.dumps(case)]
-    name = bench_name(model, contender, accumulation) if trace is None else trace_name(model)
+    measured = trace is None or contender == ONE_PASS
+    name = bench_name(model, contender, accumulation) if measured else trace_name(model)
     seconds = max(MORE_SECONDS.get(part, SECONDS) for part in (model, contender))
     return Step(name=name, command=(*command, *(["--trace", str(trace)] if trace else [])), seconds=seconds)
 

@@ -5,7 +5,7 @@ Owns its form. Imports only the standard library.
 
 from typing import Any
 
-from benchmarks.proof.plan import MODELS, bench_name, compared, trace_name
+from benchmarks.proof.plan import ROWS, bench_name, compared
 from benchmarks.proof.steps import Journal
 
 GIB = 1 << 30
@@ -33,8 +33,8 @@ def page(journal: Journal) -> str:
         cells = [name, result["outcome"], result["seconds"], result["exit"], result["status"]]
         lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
     lines += ["", *_rows(journal), ""]
-    for model in MODELS:
-        if figures := journal.figures(trace_name(model)):
+    for name in journal.results:
+        if "summary" in (figures := journal.figures(name) or {}):
             lines += [f"## {figures['trace']}", "", *(f"- {line}" for line in figures["summary"]), ""]
     for name, result in journal.results.items():
         if result["tail"]:
@@ -51,8 +51,8 @@ _HEAD = (
 
 def _rows(journal: Journal) -> list[str]:
     lines = ["| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD)]
-    for accumulation in (1, 4):
-        for model, (limit, peers) in MODELS.items():
+    for accumulation, models in ROWS.items():
+        for model, (limit, peers) in models.items():
             for contender in ("ours", *peers):
                 result = journal.results.get(bench_name(model, contender, accumulation))
                 if result is None:

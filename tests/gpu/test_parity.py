@@ -14,6 +14,7 @@ from tests.support.gpu_cases import MODELS, PLANS
 FP32, BF16 = torch.float32, torch.bfloat16
 EVERY = list(itertools.product(MODELS, PLANS, (FP32, BF16)))
 EVERY += list(itertools.product(("adapted",), ("zero3", "offload, all on disk"), (FP32, BF16)))
+PASSES = [case for case in EVERY if case[1] not in ("ddp", "zero2")]
 QUICK = [
     ("mixture", "offload, some on disk", FP32),
     ("dense", "zero3", BF16),
@@ -25,6 +26,13 @@ QUICK = [
 @pytest.mark.parametrize(("model", "plan", "dtype"), with_further(EVERY, QUICK))
 def test_every_plan_trains_as_plain_torch(model: str, plan: str, dtype: torch.dtype, device: str, run_on: Any) -> None:
     run_on(device, 1)(gpu_cases.trains_as_plain_torch, model, plan, dtype, device)
+
+
+@pytest.mark.parametrize(("model", "plan", "dtype"), with_further(PASSES, QUICK))
+def test_one_pass_trains_as_plain_torch(model: str, plan: str, dtype: torch.dtype, device: str, run_on: Any) -> None:
+    run_on(device, 1)(
+        gpu_cases.trains_as_plain_torch, model, plan, dtype, device, loops=gpu_cases.PASSES, one_pass=True
+    )
 
 
 @pytest.mark.parametrize(("plan", "other"), [("offload, some on disk", "zero3")])

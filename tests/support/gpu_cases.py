@@ -54,7 +54,8 @@ PLANS: dict[str, Callable[[], em.Plan | em.AutoPlan]] = {
     "auto": lambda: em.Plan.auto(lm_loss, torch.zeros(ROWS, DENSE.seq_len + 1, dtype=torch.int64), budget="4 GiB"),
 }
 LOOPS = ((1, "none"), (2, "non_reentrant"), (1, "reentrant"))
-"""(micro-batches of a step, activation checkpointing)."""
+PASSES = ((3, "none"), (2, "non_reentrant"), (3, "reentrant"))
+"""(micro-batches of a step, activation checkpointing), of a plain loop and of passes."""
 
 
 def config_of(model: str, dtype: torch.dtype, checkpoint: Any = "none") -> GPTConfig:
@@ -116,17 +117,22 @@ def wrap(config: GPTConfig, plan: em.Plan | em.AutoPlan, dtype: torch.dtype, dev
     return em.wrap(model, optimizer_of(model, dtype), plan=plan, compute_dtype=narrower, device=device)
 
 
-def train(model: GPT, optimizer: Any, steps: range, accumulation: int, device: str) -> dict[str, Any]:
+def train(
+    model: GPT, optimizer: Any, steps: range, accumulation: int, device: str, *, one_pass: bool = False
+) -> dict[str, Any]:
     """Steps of a wrapped model on this rank's rows. The host reads nothing before the end, and so runs ahead."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     batches = [[tokens(step, micro, device)[rows] for micro in range(accumulation)] for step in steps]
     losses, norms = [], []
     for batch in batches:
-        for micro in batch:
-            loss = lm_loss(model, micro) / accumulation
-            loss.backward()
-            losses.append(loss.detach())
+        if one_pass:
+            losses += [loss / accumulation for loss in em.accumulate(model, lm_loss, batch)]
+        else:
+            for micro in batch:
+                loss = lm_loss(model, micro) / accumulation
+                loss.backward()
+                losses.append(loss.detach())
         norms.append(optimizer.clip_grad_norm_(CLIP))
         optimizer.step()
         optimizer.zero_grad()
@@ -135,10 +141,12 @@ def train(model: GPT, optimizer: Any, steps: range, accumulation: int, device: s
     return {"losses": (whole / world).tolist(), "norms": [norm.item() for norm in norms]}
 
 
-def wrapped(config: GPTConfig, plan: Any, dtype: torch.dtype, accumulation: int, device: str) -> dict[str, Any]:
+def wrapped(
+    config: GPTConfig, plan: Any, dtype: torch.dtype, accumulation: int, device: str, *, one_pass: bool = False
+) -> dict[str, Any]:
     model, optimizer = wrap(config, plan, dtype, device)
     assert {p.device.type for p in model.parameters()} == {device}
-    result = train(model, optimizer, range(STEPS), accumulation, device)
+    result = train(model, optimizer, range(STEPS), accumulation, device, one_pass=one_pass)
     result["state"] = em.full_state_dict(model, all_ranks=True)
     close(optimizer)
     return result
@@ -177,11 +185,15 @@ def trains_as_plain_torch(
     *,
     oracle: str | None = None,
     loops: Sequence[tuple[int, str]] = LOOPS,
+    one_pass: bool = False,
 ) -> None:
-    """Losses, norms and all parameters after every loop's steps; plain torch runs on `oracle`, or on `device` too."""
+    """Losses, norms and all parameters after every loop's steps; plain torch runs on `oracle`, or on `device` too.
+
+    With `one_pass`, the micro-batches of a step pass each layer together.
+    """
     for accumulation, checkpoint in loops:
         config = config_of(model, dtype, checkpoint)
-        found = wrapped(config, PLANS[plan](), dtype, accumulation, device)
+        found = wrapped(config, PLANS[plan](), dtype, accumulation, device, one_pass=one_pass)
         wanted = plain(config, dtype, accumulation, oracle or device)
         compare(found, wanted, dtype, f"{model}, {plan}, {dtype}, {accumulation} micro-batches, {checkpoint}")
 
