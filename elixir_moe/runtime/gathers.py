@@ -124,16 +124,10 @@ class Gathers:
                 self._writes.keep(weights)
         return own
 
-    def holds(self, index: int) -> bool:
-        """Whether somebody holds the weights of chunk `index`; weights left in an unneeded block do not count."""
-        weights = self._weights[index]
-        if weights.chunk.spec.residence is CACHED:
-            return self.cache.holds(index)
-        return weights.state is GATHERED and weights.holds > 0
-
     def acquire_chunk(self, index: int) -> bool:
-        """Implements `StepActions.acquire_chunk`."""
-        if self._weights[index].chunk.spec.residence is ATTACHED or self.holds(index):
+        """Implements `StepActions.acquire_chunk`. Outside the rCache, a chunk that is held is held once more."""
+        residence = self._weights[index].chunk.spec.residence
+        if residence is ATTACHED or (residence is CACHED and self.cache.holds(index)):
             return False
         self.unshard((index,), tracked=True, who="backward")
         return True
