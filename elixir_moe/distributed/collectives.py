@@ -250,9 +250,9 @@ class Communicator:
         """
         if self._device is not None and is_accelerator(self._device) and not self.over_gloo:
             buffer = torch.zeros(self.size, device=self._device)
-            self.all_gather(buffer, 0, of="no chunk, to connect").wait()
-            self.reduce_scatter(buffer, None, lambda *_: None, of="no chunk, to connect").wait()
-            self.all_reduce(buffer, lambda *_: None, of="no chunk, to connect").wait()
+            self.all_gather(buffer, 0, of="no chunk, to connect")
+            self.reduce_scatter(buffer, None, lambda *_: None, of="no chunk, to connect")
+            self.all_reduce(buffer, lambda *_: None, of="no chunk, to connect")
 
     def close(self) -> None:
         """Destroys the process groups, on this rank only."""
