@@ -1,17 +1,25 @@
-"""Each wait of `runtime.streams`, `async_copy` and a save on late streams: without it, memory is read too early."""
+"""Single waits of the library on late streams: without one, memory is read or used again too early."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
+import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.distributed.collectives import Work
+from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.host_checkpoints import HostCheckpoints
+from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.streams import Streams
+from elixir_moe.runtime.writes import Writes
 from elixir_moe.state.checkpoint.save import _stream_behind
 from elixir_moe.state.wrapped import Wrapped
 from tests.accelerator.device import NAME, UNTIL_AWAITED, delayed, native
@@ -66,6 +74,17 @@ def test_fetches_wait_for_compute_from_the_start() -> None:
         make_late(streams.reducing())
         numbers = ones()
         streams.fetch_after_compute()
+        with streams.fetching():
+            assert (numbers * 2).cpu()[0].item() == 2
+
+
+@on_device()
+def test_the_first_fetch_waits_for_what_filled_shards_and_blocks() -> None:
+    streams, _, _ = a_step()
+    cache, blocks, writes = (cast(Any, None) for _ in range(3))
+    with late_compute():
+        numbers = ones()
+        Gathers([], [], cache, blocks, streams, Statistics(), Phase(), writes)
         with streams.fetching():
             assert (numbers * 2).cpu()[0].item() == 2
 
@@ -206,3 +225,75 @@ def test_a_save_reads_shards_behind_the_step_that_writes_them() -> None:
         scheduler = SimpleNamespace(chunks=[SimpleNamespace(shard=shard)])
         with _stream_behind(cast(Wrapped, SimpleNamespace(scheduler=scheduler))):
             assert (shard.storage * 2).cpu()[0].item() == 2
+
+
+@on_device()
+def test_a_buffer_of_checkpoints_is_freed_behind_the_copy_from_it() -> None:
+    streams, _, _ = a_step()
+    kept = HostCheckpoints(math.inf, torch.device(NAME, 0), streams)
+    away = kept.offload(ones())
+    assert away is not None
+    kept.forget()
+    with delayed(UNTIL_AWAITED, UNTIL_AWAITED):
+        back = kept.fetch(away)
+        with streams.keeping():
+            copied = torch.accelerator.current_stream().record_event()
+        del away
+        assert not copied.query()
+        kept.offload(back.repeat(2))
+        assert copied.query()
+
+
+@on_device()
+def test_a_checkpoint_that_nobody_asks_for_dies_behind_its_copy() -> None:
+    streams, _, _ = a_step()
+    kept = HostCheckpoints(math.inf, torch.device(NAME, 0), streams)
+    away = []
+    for _ in range(2):
+        away.append(kept.offload(ones()))
+        ones().requires_grad_().exp()  # autograd counts: the next region begins
+    first, second = away
+    assert first is not None and second is not None
+    kept.forget()
+    with late_others():
+        assert kept.fetch(second)[0].item() == 1
+        kept.forget()  # the first one, too, was on its way
+        every = [torch.full((1000,), 5.0, device=NAME) for _ in range(16)]  # one of them where it was
+        streams.end_keeping()
+        assert {numbers.cpu()[0].item() for numbers in every} == {5.0}
+
+
+def shared(memory: Tensor) -> Any:
+    """Weights on the device whose values lie in memory that ranks share: zeros."""
+    whole, slot = torch.zeros(1000), SimpleNamespace(start=0, stop=1000)
+    shard = SimpleNamespace(whole=whole)
+    spec = SimpleNamespace(index=0, slots=[slot])
+    chunk = SimpleNamespace(
+        shard=shard, device=memory.device, spec=spec, locals=[memory], names=["weight"], versions=lambda: [0]
+    )
+    return SimpleNamespace(chunk=chunk, buffer=memory, views=[memory], attach=lambda: None)
+
+
+@on_device()
+def test_others_write_shared_memory_when_the_device_has_read_it() -> None:
+    streams, _, _ = a_step()
+    writes = Writes([shared(ones())], [], streams, Phase())
+    host = torch.zeros(1000).pin_memory()
+    with late_compute():
+        host.copy_(ones(), non_blocking=True)
+        writes.finish_shared_reads()
+        assert host[0].item() == 1
+
+
+@on_device()
+def test_a_write_to_shared_memory_is_seen_whichever_stream_makes_it() -> None:
+    streams, _, side = a_step()
+    numbers = torch.zeros(1000, device=NAME)
+    torch.accelerator.synchronize()
+    writes = Writes([shared(numbers)], [], streams, Phase())
+    with late_others():
+        with side:
+            streams.enter_compute()
+            numbers.add_(1)
+        with pytest.raises(em.UsageError, match="'weight' is frozen"):
+            writes.store([(0, 0)])

@@ -16,7 +16,8 @@ class Stream:
     """A stream whose clock stands where the work that was issued to it will have ended; in milliseconds."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.known = 0.0
+        """`known`: up to then, the host has waited for it."""
 
     def wait_event(self, event: "Event") -> None:
         self.now = max(self.now, event.time)
@@ -32,19 +33,21 @@ class Stream:
 class Event:
     """A moment on a stream."""
 
-    time = 0.0
+    time: float
+    stream: Stream
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
 
     def record(self, stream: Stream) -> None:
-        self.time = stream.now
+        self.time, self.stream = stream.now, stream
 
     def elapsed_time(self, other: "Event") -> float:
+        assert other.time <= other.stream.known
         return other.time - self.time
 
     def synchronize(self) -> None:
-        pass
+        self.stream.known = self.time
 
 
 class Gpu:

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,3 +156,48 @@ def test_the_buffers_are_counted() -> None:
     more = with_gpu.accumulator_bytes["host"] - without.accumulator_bytes["host"]
     assert more == SUMS_IN_FLIGHT * 32 * 2 == 3 * 64
     assert footprint(Plan.zero2(), layout, over_gloo=False).accumulator_bytes["host"] == 0
+
+
+def test_gradients_on_their_way_are_in_buffers_of_their_own(sums: HostSums) -> None:
+    Copy.ended.clear()
+    seen: list[float] = []
+    for number in range(SUMS_IN_FLIGHT):
+        sums.submit(torch.full((NUMEL,), float(number)), lambda copy: seen.append(copy[-1].item()), after=None)
+    Copy.ended.set()
+    sums.finish()
+    assert seen == [float(number) for number in range(SUMS_IN_FLIGHT)]
+
+
+def test_an_addition_that_an_interrupt_kept_from_being_noted_is_waited_for(sums: HostSums) -> None:
+    Copy.ended.clear()
+    seen: list[float] = []
+    sums.submit(torch.ones(NUMEL), lambda copy: seen.append(copy[-1].item()), after=None)
+    sums._running.clear()
+    submit = sums._thread.submit
+
+    def told(*task: Any) -> "Future[Any]":
+        Copy.ended.set()  # whoever waits has asked
+        return submit(*task)
+
+    with mock.patch.object(sums._thread, "submit", told):
+        sums.finish()
+    assert seen == [1.0]
+
+
+class Interrupted(Future[None]):
+    """Whoever waits for it is interrupted."""
+
+    def result(self, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    def exception(self, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_buffers_are_awaited_forgets_no_addition(sums: HostSums) -> None:
+    sums.submit(torch.ones(NUMEL), lambda copy: None, after=None)
+    sums._running.extend(Interrupted() for _ in range(SUMS_IN_FLIGHT))
+    sums._running.popleft().result()
+    with pytest.raises(KeyboardInterrupt):
+        sums.submit(torch.ones(NUMEL), lambda copy: None, after=None)
+    assert len(sums._running) == SUMS_IN_FLIGHT

@@ -396,3 +396,24 @@ def test_a_plan_without_chunks_on_disk_is_refused() -> None:
         em.Plan.offload(disk="/tmp", values_on_disk=1)  # type: ignore[arg-type]
     plan = em.Plan.offload(disk="/tmp", values_on_disk=True)
     assert em.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_reading_that_an_interrupt_cut_short_ends_before_the_next_one(tmp_path: Path) -> None:
+    """Its requests would fill the buffer when others have it."""
+    numel = 4 * PAGE_BYTES
+    values = ValuesFile(str(tmp_path), [numel], torch.device("cpu"))
+    place = values.allocate(numel, 0, PAGE_BYTES)
+    given: list[Any] = []
+
+    def give(*task: Any) -> None:
+        if given:
+            raise KeyboardInterrupt
+        given.append(task)
+
+    with mock.patch.object(values.threads, "submit", give), pytest.raises(KeyboardInterrupt):
+        place.begin()
+    cut = given[0][1]
+    assert not cut.done()
+    place.begin()
+    assert cut.cancelled()
+    values.close()

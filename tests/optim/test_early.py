@@ -3,10 +3,11 @@
 import math
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.optim.early import EarlyUpdates, _Begun
 from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.runtime.phase import Phase
+from tests.memory.test_gate import Ended
 from tests.support.every import every
 from tests.support.ranks import RankPool
 
@@ -397,3 +401,14 @@ def refuse_at_once() -> None:
 
 def test_what_is_refused_before_the_backward(ranks: Ranks) -> None:
     ranks(1).run(refuse_at_once)
+
+
+def test_an_update_is_withdrawn_when_nobody_reads_its_gradient_any_more() -> None:
+    phase, prepared, done = Phase(), Ended(), Future[Any]()
+    scheduler = cast(Any, SimpleNamespace(phase=phase))
+    updates = EarlyUpdates(scheduler, cast(Any, None), {}, [], cast(Any, None))
+    shard = cast(Any, SimpleNamespace(withdraw_update=lambda: None))
+    phase.early[0] = _Begun(shard=shard, prepared=prepared, done=done)
+    assert updates.withdraw() == 0
+    assert done.cancelled()
+    assert prepared.waits == 1

@@ -15,6 +15,7 @@ from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.memory.gate import Gate
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.phase import CLOSED
+from elixir_moe.runtime.streams import Streams
 from tests.lanes.late import issue_in_order
 from tests.support.cases import placed
 from tests.support.every import every, same_tensors
@@ -259,6 +260,24 @@ def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match="no room"):
         optimizer.close()
     assert model._elixir.phase.now is CLOSED, "all the same"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_fetch_waits_for_all_compute_only_if_a_view_of_its_block_is_kept(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = sharded(em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK))
+    take_step(model, optimizer, 0)
+    kept: list[Tensor] = []
+    for layer in model.layers if keeps else ():
+        layer.register_forward_pre_hook(lambda layer, _: kept.append(layer.weight[:1]))
+    waits: list[str] = []
+    monkeypatch.setattr(Streams, "fetch_after_compute", lambda _: waits.append("for compute"))
+    with torch.no_grad():
+        model(torch.zeros(1, D))
+    assert bool(waits) == keeps
+    monkeypatch.undo()
+    optimizer.close()
 
 
 @pytest.mark.parametrize("waits", range(4))
