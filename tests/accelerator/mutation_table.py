@@ -1,138 +1,116 @@
-"""Which mutations of `mutations` the accelerator of threads notices: ``make mutations``.
+"""Which tests notice which mutations of `mutations`: ``make mutations``.
 
-Writes a table with a line for each mutation. One is tried in the tests of single waits, and then in the runs of
-`tests.support.order_cases`: what a run leaves with late streams must have the bits that it has without. The model of
-streams in `tests/lanes` and other tests are not asked.
+Tests are in three groups: those on the accelerator of threads, those of `tests.lanes`, and all others that run the
+library. Each file of tests runs once with marks, which say what a test reaches. The tests that reach a mutation then
+run with it, group by group, until one fails. All that is found is kept in ``build/mutations`` as it comes, by the state
+of the library, and not done again; what nobody has noticed is tried again.
 """
 
 import argparse
-import signal
+import json
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
-from queue import SimpleQueue
-from typing import Any
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from hashlib import sha256
+from itertools import zip_longest
+from pathlib import Path
 
-import torch
-
-from tests.accelerator import test_library_streams
+from tests.accelerator import changed
 from tests.accelerator.build import build
-from tests.accelerator.device import BACKENDS, start
-from tests.accelerator.mutations import Mutation, applied, mutations
-from tests.accelerator.order import differing, leaves
-from tests.support.order_cases import TELLING, Case
-from tests.support.ranks import RankError, RankPool
+from tests.accelerator.changed import Ran
+from tests.accelerator.mutations import Mutation, mutations
+from tests.support import preloaded  # noqa: F401  # what tests import is there before they begin
+from tests.support.rules import ROOT
 
-SECONDS = 240
-"""The longest that a run may take before it counts as hanging."""
-LATE = ("compute", "others")
-CASES = [*TELLING, *((1, replace(TELLING[number][1], there=True)) for number in (2, 25))]
-CASES = sorted(CASES, key=lambda one: one[0])
-"""Those of one rank come first: there, streams are as late as events allow."""
+KEPT = ROOT / "build" / "mutations"
+UNSEEN = {
+    ("elixir_moe.memory.host_sums", "self._given += 1"): "three buffers are taken in turn by ones and by twos",
+}
+"""Why no test can notice a mutation, by module and statement."""
+GROUPS = {
+    "device": ["tests/accelerator"],
+    "lanes": ["tests/lanes"],
+    "others": [
+        f"tests/{name}"
+        for name in (
+            *("memory", "runtime", "optim", "state", "distributed", "wrapping", "parallel", "quantized", "moe", "hf"),
+            *("faults/test_faults.py", "test_inspect.py"),
+        )
+    ],
+}
+BROKEN = 3
+"""So many times as long as without a mutation may tests take, and `PATIENCE` seconds more."""
+PATIENCE = 60.0
 
 
-def attempt(mutation: Mutation | None, case: Case, late: str, seed: int, wanted: dict[str, Any] | None) -> Any:
-    """(rank) Runs a case with a mutation, and compares what it leaves."""
-    signal.alarm(SECONDS)
-    with applied(mutation):
-        found = leaves(case, late, seed)
-    torch.accelerator.empty_cache()
-    signal.alarm(0)
-    if wanted is not None:
-        names = differing(found, wanted)
-        assert not names, f"{len(names)} differ: {names[0]} in {case}"
+@cache
+def _folder() -> Path:
+    """The folder of what is found with this library."""
+    return KEPT / _hash(*sorted((ROOT / "elixir_moe").rglob("*.py")))
+
+
+def _hash(*paths: Path) -> str:
+    return sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+
+
+def files(group: str) -> Iterator[str]:
+    """The files of tests of a group."""
+    for place in GROUPS[group]:
+        path = ROOT / place
+        for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+            yield str(file.relative_to(ROOT))
+
+
+def reaching(groups: Sequence[str], write: Callable[[str], None]) -> dict[str, list[Ran]]:
+    """By group, what each test takes and reaches."""
+    found: dict[str, list[Ran]] = {}
+    for group in groups:
+        found[group] = []
+        for file in files(group):
+            kept = _folder() / f"{file.replace('/', '.')}-{_hash(ROOT / file)}"
+            if not kept.exists():
+                since = time.monotonic()
+                ran = changed.run([file], None, 1800)
+                write(f"{file}: {len(ran)} tests, {time.monotonic() - since:.0f} s")
+                for one in ran:
+                    if one.failure:
+                        write(f"without a mutation: {one}")
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps([asdict(one) for one in ran if not one.failure]))
+            found[group] += [Ran(**one) for one in json.loads(kept.read_text())]
     return found
 
 
-def tries_waits(mutation: Mutation | None) -> None:
-    """(rank) Runs the tests of single waits with a mutation."""
-    signal.alarm(SECONDS)
-    with applied(mutation):
-        for name, test in vars(test_library_streams).items():
-            if name.startswith("test_"):
-                test.__wrapped__()
-    torch.accelerator.synchronize()
-    signal.alarm(0)
+def in_turn(tests: list[Ran], most: float) -> list[Ran]:
+    """The quickest test of each file, then the second of each, as many as take so many seconds."""
+    by_file = defaultdict(list)
+    for one in sorted(tests, key=lambda one: one.seconds):
+        by_file[one.test.partition("::")[0]].append(one)
+    found, total = [], 0.0
+    for one in (one for round_ in zip_longest(*by_file.values()) for one in round_ if one is not None):
+        total += one.seconds
+        if total > most and found:
+            break
+        found.append(one)
+    return found
 
 
-class Device:
-    """Ranks on the accelerator of threads, which are kept until a run fails on them."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def run(self, world: int, body: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `body` on the first rank."""
-        pool = self._pools.get(world)
-        if pool is None:
-            pool = self._pools[world] = RankPool(world, backend=BACKENDS, prepare=start)
-        try:
-            return pool.run(body, *arguments)[0]
-        except RankError:
-            pool.close()
-            del self._pools[world]
-            raise
-
-    def close(self) -> None:
-        """Ends the ranks."""
-        for pool in self._pools.values():
-            pool.close()
-
-
-class Accelerator:
-    """Tries mutations on the accelerator of threads."""
-
-    def __init__(self, seeds: Sequence[int], devices: int) -> None:
-        build()
-        self._seeds = seeds
-        self._devices: SimpleQueue[Device] = SimpleQueue()
-        for _ in range(devices):
-            self._devices.put(Device())
-        self._wanted: list[dict[str, Any]] = []
-
-    def prepare(self, executor: ThreadPoolExecutor) -> None:
-        """Runs all cases without a mutation: with late streams, they leave the same bits."""
-        self._wanted = list(executor.map(self._sound, CASES))
-
-    def _sound(self, case: tuple[int, Case]) -> dict[str, Any]:
-        device = self._devices.get()
-        world, chosen = case
-        wanted: dict[str, Any] = device.run(world, attempt, None, chosen, "", 0, None)
-        for late in LATE:
-            device.run(world, attempt, None, chosen, late, 0, wanted)
-        self._devices.put(device)
-        return wanted
-
-    def notices(self, mutation: Mutation) -> str:
-        """The run that notices a mutation, and how; empty if none does."""
-        device = self._devices.get()
-        try:
-            try:
-                device.run(1, tries_waits, mutation)
-            except RankError as error:
-                return f"a test of one wait: {_told(error)}"
-            for seed in self._seeds:
-                for number, ((world, case), wanted) in enumerate(zip(CASES, self._wanted, strict=True)):
-                    for late in LATE:
-                        try:
-                            device.run(world, attempt, mutation, case, late, seed, wanted)
-                        except RankError as error:
-                            return f"run {number}, {late} late, seed {seed}: {_told(error)}"
-            return ""
-        finally:
-            self._devices.put(device)
-
-    def close(self) -> None:
-        """Ends the ranks."""
-        while not self._devices.empty():
-            self._devices.get().close()
-
-
-def _told(error: RankError) -> str:
-    last = str(error).strip().splitlines()[-1]
-    return f"{next(iter(error.types.values()))} {last[:60]}".replace("|", "/")
+def attempt(number: int, tests: list[Ran], most: float) -> str:
+    """The test that notices a mutation, and how; why none does."""
+    tests = [one for one in tests if number in one.reached]
+    if not tests:
+        return "not reached"
+    chosen = in_turn(tests, most)
+    seconds = BROKEN * sum(one.seconds for one in chosen) + PATIENCE
+    ran = changed.run([one.test for one in chosen], number, seconds, "-x")
+    for one in ran:
+        if one.failure:
+            name = one.test or chosen[len(ran) - 1].test
+            return f"{name.removeprefix('tests/')}: {one.failure[:80]}"
+    return f"nobody of {len(ran)}" + (f", of {len(tests)}" if len(chosen) < len(tests) else "")
 
 
 def main() -> int:
@@ -140,24 +118,53 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="text in a line of --list, as streams.py:87")
     parser.add_argument("--list", action="store_true", help="show the mutations and try none")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds of the delays")
-    parser.add_argument("--workers", type=int, default=2, help="mutations tried at once: most of a case is delay")
+    parser.add_argument("--groups", nargs="*", default=[*GROUPS], choices=[*GROUPS], help="try only these tests")
+    parser.add_argument("--seconds", type=float, default=40, help="how long a group's tests may take unchanged")
     arguments = parser.parse_args()
-    chosen = [m for m in mutations() if not arguments.only or any(text in str(m) for text in arguments.only)]
+    every = [*mutations()]
+    chosen = [n for n, m in enumerate(every) if not arguments.only or any(text in str(m) for text in arguments.only)]
     write = partial(print, flush=True)
     if arguments.list:
-        write(*chosen, sep="\n")
+        write(*(every[number] for number in chosen), sep="\n")
         return 0
-    accelerator = Accelerator(range(arguments.seeds), arguments.workers)
-    try:
-        with ThreadPoolExecutor(arguments.workers) as executor:
-            accelerator.prepare(executor)
-            write("| mutation | noticed by |\n|---|---|")
-            for mutation, by in zip(chosen, executor.map(accelerator.notices, chosen), strict=True):
-                write(f"| {mutation} | {by or 'nobody'} |")
-    finally:
-        accelerator.close()
+    build()
+    write("| mutation |", " | ".join(GROUPS), "|\n|---|" + "---|" * len(GROUPS))
+    ran = reaching(arguments.groups, partial(print, file=sys.stderr, flush=True))
+    kept = _folder() / "noticed.jsonl"
+    known = dict(_known(kept))
+    for number in chosen:
+        for group in arguments.groups:
+            name = str(every[number])
+            if not _sees(known.get((name, group), "nobody")):
+                known[name, group] = by = attempt(number, ran[group], arguments.seconds)
+                with open(kept, "a") as file:
+                    file.write(json.dumps([name, group, by]) + "\n")
+        write(_line(every[number], known))
+    for group in arguments.groups:
+        seen = sum(_sees(known[str(every[number]), group]) for number in chosen)
+        write(f"{group}: {seen} of {len(chosen)} noticed")
+    missed = [every[n] for n in chosen if not any(_sees(known[str(every[n]), group]) for group in arguments.groups)]
+    write(f"noticed by no group: {len(missed)}", *(f"{one} ({_why(one)})" for one in missed), sep="\n")
     return 0
+
+
+def _why(mutation: Mutation) -> str:
+    return UNSEEN.get((mutation.module, mutation.text), "a test is missing")
+
+
+def _sees(by: str) -> bool:
+    return not by.startswith(("nobody", "not reached"))
+
+
+def _known(kept: Path) -> Iterator[tuple[tuple[str, str], str]]:
+    for line in kept.read_text().splitlines() if kept.exists() else []:
+        name, group, by = json.loads(line)
+        yield (name, group), by
+
+
+def _line(mutation: Mutation, known: dict[tuple[str, str], str]) -> str:
+    cells = (known.get((str(mutation), group), "").replace("|", "/") for group in GROUPS)
+    return f"| {mutation} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

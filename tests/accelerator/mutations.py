@@ -4,7 +4,7 @@ Owns the mutations and how one is made in a running process; `mutation_table` tr
 so that no list has to be kept. In the files of `ROOMS`,
 
     left out      a statement that only calls one of `ORDERING` does nothing
-    one more      a count that is changed by n is changed by n + 1 (`COUNTED`); a bound of `BOUNDS` is larger by one
+    one more      a count that is changed by n is changed by n + 1 (in `COUNTED`); a bound of `BOUNDS` is larger by one
     earlier       what records how far a stream is (`RECORDING`) changes places with the statement before it
     elsewhere     memory is not allocated for the stream that frees it last (`ALLOCATING`)
     pageable      host memory is not page-locked (`LOCKING`)
@@ -15,18 +15,20 @@ import copy
 import importlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.support.rules import ROOT, place
 
 ROOMS = ("runtime", "memory", "distributed/async_copy.py", "distributed/collectives.py", "distributed/waits.py")
-ROOMS += ("optim", "state/checkpoint", "state/full.py")
+ROOMS += ("optim", "state/checkpoint", "state/full.py", "accelerator.py", "moe/dispatch.py")
+ROOMS += ("chunks/cache_policy.py", "chunks/step_machine.py")
 """Files and folders of the library."""
 ORDERING = frozenset(
     [
@@ -71,10 +73,14 @@ ORDERING = frozenset(
 )
 """Methods that order streams, threads and the lives of memory."""
 COUNTED = ("memory/blocks.py", "memory/host_sums.py", "runtime/gathers.py", "runtime/reductions.py")
+COUNTED += ("chunks/cache_policy.py", "chunks/step_machine.py")
+"""Files whose counts decide what waits or what is free."""
 BOUNDS = frozenset(
     ["idle_uses", "_compute", "REDUCTIONS_IN_FLIGHT", "SUMS_IN_FLIGHT", "most", "for_gradients", "holds"]
 )
 """Names in comparisons that guard memory."""
+STATISTICS = frozenset(["_statistics", "counts"])
+"""Counts that only people read."""
 RECORDING = frozenset(["recorded_event", "record_event", "marked", "mark", "all_compute", "until_issued_ends"])
 ALLOCATING = "allocating"
 LOCKING = frozenset(["register_host_memory", "page_lock"])
@@ -141,8 +147,8 @@ def _changes(function: ast.AST, *, counted: bool) -> Iterator[tuple[str, ast.AST
             isinstance(node, ast.Return) and isinstance(node.value, ast.Attribute) and node.value.attr == "synchronize"
         ):
             yield "left out", node
-        elif counted and isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute):
-            if "_statistics" not in ast.unparse(node):
+        elif counted and isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub)):
+            if not isinstance(node.target, ast.Name) and not _names(node.target) & STATISTICS:
                 yield "one more", node
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Gt, ast.GtE, ast.LtE)):
             if _names(node) & BOUNDS:
@@ -252,6 +258,59 @@ def applied(mutation: Mutation | None) -> Iterator[None]:
         yield
     finally:
         function.__code__ = before
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """While the context lasts, statements that a mutation would change say so first, with its number."""
+    before = []
+    for path, group in groupby(enumerate(mutations()), lambda one: one[1].path):
+        found = [*group]
+        numbers: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, mutation in found:
+            numbers[mutation.line, mutation.column].append(number)
+        tree = _Marker(numbers).visit(copy.deepcopy(_tree(path)))
+        code = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
+        changed = {one.co_qualname: one for one in _codes(code)}
+        for _, mutation in found:
+            function = _function(mutation)
+            before.append((function, function.__code__))
+            function.__code__ = changed[mutation.function]
+    try:
+        yield
+    finally:
+        for function, code in reversed(before):
+            function.__code__ = code
+
+
+class _Marker(ast.NodeTransformer):
+    def __init__(self, numbers: Mapping[tuple[int, int], list[int]]) -> None:
+        self._numbers = numbers
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if _is_list(statements) and not isinstance(node, (ast.Module, ast.ClassDef)):
+                statements[:] = [each for statement in statements for each in (*self._marks(statement), statement)]
+        return node
+
+    def _marks(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        starts = {_start(node) for node in _own(statement)} & self._numbers.keys()
+        for number in sorted(number for start in starts for number in self._numbers[start]):
+            text = f"__import__('tests.accelerator.changed', fromlist=['_']).reached({number})"
+            mark = ast.parse(text).body[0]
+            for node in ast.walk(mark):
+                ast.copy_location(node, statement)
+            yield mark
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement and its expressions, without the statements within."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from (one for one in _own(child) if hasattr(one, "lineno"))
 
 
 def _function(mutation: Mutation) -> types.FunctionType:

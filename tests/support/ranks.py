@@ -44,7 +44,7 @@ def _nothing() -> None:
     """Prepares a rank that needs nothing."""
 
 
-def _serve(
+def serve(
     rank: int,
     world: int,
     rendezvous: str,
@@ -53,6 +53,7 @@ def _serve(
     prepare: Callable[[], None],
     pipe: Connection,
 ) -> None:
+    """(rank) Runs what comes through the pipe until it ends."""
     gc.freeze()  # tests collect what they leave, not what was imported
     prepare()
     prepare_process()
@@ -99,6 +100,9 @@ def _let_go_of_groups() -> None:
 class RankPool:
     """`world` processes in one process group."""
 
+    serve: Callable[..., None] = staticmethod(serve)
+    """What each process runs."""
+
     def __init__(
         self,
         world: int,
@@ -117,9 +121,8 @@ class RankPool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, rendezvous, backend, timeout_seconds, prepare, theirs), daemon=True
-            )
+            arguments = (rank, world, rendezvous, backend, timeout_seconds, prepare, theirs)
+            process = context.Process(target=self.serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
