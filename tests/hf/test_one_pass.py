@@ -213,3 +213,39 @@ def test_what_keeps_micro_batches_in_the_plain_loop(ranks: Ranks, tmp_path: Path
 def test_a_loss_that_switches_modules_is_refused_before_an_update(ranks: Ranks, tmp_path: Path) -> None:
     ((said, found),) = ranks(1).run(looped, str(tmp_path), "switch")
     assert "the step changes 'training' of module" in said and found == [2]
+
+
+def watched(folder: str, plan: em.Plan) -> list[tuple[Any, ...]]:
+    """(rank) The facts of each step for a callback, which computes each loss again."""
+    from transformers import TrainingArguments
+
+    from elixir_moe.hf.steps import StepCallback
+    from elixir_moe.hf.trainer import ElixirTrainer
+
+    steps: list[tuple[Any, ...]] = []
+
+    class Facts(StepCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            facts = self.trainer.step_facts()
+            inputs = list(self.trainer._steps.inputs)
+            self.trainer.forward_again()
+            steps.append((*facts.losses, facts.norm, facts.tokens, dict(facts.tokens_per_expert), len(inputs)))
+
+    with launched():
+        arguments = TrainingArguments(
+            folder, max_steps=2, per_device_train_batch_size=4 // dist.get_world_size(), report_to=[], use_cpu=True,
+            gradient_accumulation_steps=3, disable_tqdm=True, save_strategy="no", label_smoothing_factor=0.1,
+        )  # fmt: skip
+        trainer = ElixirTrainer(mixture(), arguments, train_dataset=uneven(40), plan=plan, callbacks=[Facts()])
+        trainer.train()
+        trainer.model._elixir.optimizer.close()
+    return steps
+
+
+def test_callbacks_see_all_micro_batches_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    plain, ours = (
+        ranks(2).run(watched, str(tmp_path), replace(PLAN, batches_per_pass=together))[0] for together in (1, 3)
+    )
+    for found, wanted in zip(ours, plain, strict=True):
+        assert found[:4] == pytest.approx(wanted[:4], rel=1e-5)
+        assert found[4:] == wanted[4:] and found[-1] == 3
