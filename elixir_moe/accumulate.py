@@ -85,9 +85,7 @@ def accumulate(
     if len(given) == 1:
         return _backward([_loss(step, model, given[0])], factors)
     states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
-    together = wrapped.plan.batches_per_pass or len(given)
-    if not _pays(wrapped) or not _can_take_turns():
-        together = 1
+    together = wrapped.plan.batches_together(wrapped.layout, len(given)) if _can_take_turns() else 1
     losses = []
     for first in range(0, len(given), together):
         these, is_last = slice(first, first + together), first + together >= len(given)
@@ -155,12 +153,6 @@ def _one_pass(
         exchange_states(outside)
     wrapped.passed_together.add(code)
     return losses
-
-
-def _pays(wrapped: Wrapped) -> bool:
-    """Whether weights leave the device in a step, so that one pass gathers less than the plain loop."""
-    layout = wrapped.layout
-    return bool(layout.cached) and wrapped.plan.blocks(layout) < layout.most_blocks
 
 
 def _can_take_turns() -> bool:

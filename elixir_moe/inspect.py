@@ -19,6 +19,8 @@ from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.page import document
 from elixir_moe.page import model as drawn
 from elixir_moe.parallel.rules import logical_numel
+from elixir_moe.planner import cost
+from elixir_moe.planner.solve import gathered
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
 
 if TYPE_CHECKING:
@@ -118,6 +120,25 @@ class Inspection:
             for chunk in self.layout.chunks
         ]
         return {"chunks": chunks, "planned_bytes": planned_bytes(self.footprint, backwards)}
+
+    def step_bytes(self, micro_batches: int = 1) -> dict[str, int]:
+        """The bytes that this rank moves in a step whose micro-batches `em.accumulate` runs, by the plan.
+
+        Returns:
+            {``fetched``, ``offloaded``, ``gathered`` or ``reduced``: bytes}, counted as in `statistics`.
+        """
+        record, plan, layout = self._wrapped, self.plan, self.layout
+        together = plan.batches_together(layout, micro_batches)
+        passes = -(-micro_batches // together)
+        loads = gathered(record.spec.step_order.schedule(layout, together), plan.blocks(layout), passes)
+        over_gloo = any(chunk.communicator.over_gloo for chunk in record.scheduler.chunks)
+        moved = cost.traffic(plan, layout, loads, record.moments, over_gloo=over_gloo, passes=passes)
+        return {
+            "fetched": moved.fetched_bytes,
+            "offloaded": moved.offloaded_bytes,
+            "gathered": moved.gathered_bytes,
+            "reduced": moved.reduced_bytes,
+        }
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page about the model: bytes by tier, layers by tier and chunk, what was moved. Not collective.

@@ -8,6 +8,7 @@ A turn is never handed on inside a checkpointed region, only before its first ga
 whole, and would otherwise keep those of all micro-batches at once.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -18,6 +19,7 @@ class Legs:
     """The legs of one micro-batch's step."""
 
     def __init__(self, modules: Sequence[ModuleInfo], events: Sequence[StepEvent]) -> None:
+        self.modules = modules
         first = next((at for at, event in enumerate(events) if not event.is_forward), len(events))
         self.forward, self.backward = events[:first], events[first:]
         region = _regions(self.backward)
@@ -52,6 +54,19 @@ class Legs:
     def comes_apart(self, event: StepEvent) -> bool:
         """Whether the gradients of an event come from each micro-batch by itself, and not as one sum of all."""
         return self._apart.issuperset(event.params)
+
+    def numbers(self, starts: Sequence[int]) -> list[int]:
+        """Returns for each event of forward the number of its leg, as backward has them.
+
+        A reentrant checkpoint makes its node of autograd before its region runs: if a turn is handed on inside, in the
+        leg before.
+
+        Args:
+            starts: the positions at which forward hands its turn on.
+        """
+        apart = self.is_apart
+        numbers = [bisect_right(starts, position) for position in range(len(apart))]
+        return [n - (n > 0 and apart[position] and apart[starts[n - 1]]) for position, n in enumerate(numbers)]
 
     def split(self, leg_of: Sequence[int]) -> Iterator[list[tuple[int, StepEvent]]]:
         """Yields the (position, event) pairs of each leg of backward, the last leg of forward first.

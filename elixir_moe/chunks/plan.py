@@ -369,6 +369,7 @@ class Plan:
         hardware: str | os.PathLike[str] | None = None,
         budget: int | str | None = None,
         accumulation: int = 1,
+        batches_per_pass: int | None = 1,
         disk: str | os.PathLike[str] | None = None,
         verify: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
@@ -385,7 +386,9 @@ class Plan:
             budget: device memory of each rank for the library, activations and buffers, in bytes or as a string such as
                 ``"40 GiB"``; None uses all free memory. On CPUs, the rest of the rank's equal share of memory is the
                 host tier.
-            accumulation: backwards per step; more than one needs fp32 sums of narrower gradients.
+            accumulation: micro-batches of a step. Several passes need fp32 sums of narrower gradients.
+            batches_per_pass: the field of this name, for steps by `em.accumulate`: 1 for the plain loop, or None to
+                choose the fastest of 1, 2, 4, ... and all. The plan found has it.
             disk: folder for chunks on disk, used if host memory is too small; None keeps all chunks off the disk. The
                 compute shards of trainable chunks go there (`values_on_disk`) only if host memory is too small for them
                 too.
@@ -450,6 +453,14 @@ class Plan:
         assert self.rcache_blocks is not None, "the plan is resolved"
         return min(self.rcache_blocks, layout.most_blocks)
 
+    def gathers_again(self, layout: Layout) -> bool:
+        """Whether weights leave the device in a step, so that a pass of several micro-batches gathers less."""
+        return bool(layout.cached) and self.blocks(layout) < layout.most_blocks
+
+    def batches_together(self, layout: Layout, count: int) -> int:
+        """How many of `count` micro-batches `em.accumulate` lets pass each layer together."""
+        return min(self.batches_per_pass or count, count) if self.gathers_again(layout) else 1
+
     def bounds(self, layout: Layout) -> tuple[int, int]:
         """(first chunk on disk, first chunk on the device), in order of first use; earlier ones are in host memory."""
         on_device = max(0, len(layout.chunks) - self.device_chunks) if self.offloaded else 0
@@ -478,6 +489,7 @@ class AutoPlan:
     hardware: str | None
     budget_bytes: int | None
     accumulation: int
+    batches_per_pass: int | None
     disk: str | None
     verify: bool
     reduce_dtype: torch.dtype | None = None
@@ -503,5 +515,10 @@ class AutoPlan:
             raise PlanError("budget=0: expected at least 1 byte, or None for all free memory")
         if not is_whole(self.accumulation, least=1):
             raise PlanError(
-                f"accumulation={self.accumulation!r}: expected the number of backwards in a step, at least 1"
+                f"accumulation={self.accumulation!r}: expected the number of micro-batches in a step, at least 1"
+            )
+        if self.batches_per_pass is not None and not is_whole(self.batches_per_pass, least=1):
+            raise PlanError(
+                f"batches_per_pass={self.batches_per_pass!r}: expected a number of micro-batches, at least 1, or None "
+                "to search for it"
             )

@@ -5,7 +5,6 @@ Owns `StepOrder`, which plays the events of a step to the step machine and so ha
 it.
 """
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -204,11 +203,7 @@ class _Replay:
         self._machine.end()
 
     def _play_forwards(self, legs: Legs, micro_batches: int) -> list[int]:
-        """Plays forwards in turns; returns the leg of each event of the last one, as backward has them.
-
-        A reentrant checkpoint makes its node of autograd before its region runs: if a turn is handed on inside, in the
-        leg before.
-        """
+        """Plays forwards in turns; returns the leg of each event of the last one, as backward has them."""
         starts: list[int] = []
         stacks = [CallStack(self._machine, self._requests) for _ in range(micro_batches)]
         running = deque((number, self._forward(legs, number)) for number in range(micro_batches))
@@ -219,9 +214,7 @@ class _Replay:
             if (start := next(forward, None)) is not None:
                 running.append((number, forward))
                 starts += [start] * (number == micro_batches - 1)
-        apart = legs.is_apart
-        numbers = [bisect_right(starts, position) for position in range(len(apart))]
-        return [n - (n > 0 and apart[position] and apart[starts[n - 1]]) for position, n in enumerate(numbers)]
+        return legs.numbers(starts)
 
     def _forward(self, legs: Legs, number: int) -> Iterator[int]:
         """Plays the forward of a micro-batch; yields where it hands its turn on."""

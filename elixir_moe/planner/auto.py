@@ -175,7 +175,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         precision=request.wanted.precision,
         device=request.device,
     )
-    return Task(
+    task = Task(
         profile=profile,
         hardware=hardware,
         gpus=world,
@@ -187,6 +187,8 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )
+    together = request.wanted.batches_per_pass
+    return replace(task, batches_per_pass=None) if together is None else task.passing(together)
 
 
 def forecast_of(candidate: PlanCandidate) -> Forecast:

@@ -30,6 +30,9 @@ F_ALLOC = 0.95
 """Usable fraction of device memory (v2, A.1)."""
 F_FRAG = 1.25
 """Memory of activations, fragmentation included, relative to their bytes (v2, A.1)."""
+_SUM_TRAFFIC = 18
+"""Bytes of device memory that are read and written for each element of a gradient of 16 bits, to widen it and to add it
+to the sum of a pass."""
 _GIGA = 1e9
 
 
@@ -89,6 +92,10 @@ class Traffic:
     """fp32 sums of gradients that each backward writes to disk; from the second backward on, they are read first."""
     kept_bytes: int
     """Inputs of checkpointed regions copied to the host, and back."""
+    gathered_bytes: int
+    """Chunks gathered from several ranks, as `Statistics` counts them."""
+    reduced_bytes: int
+    """Gradients reduced over several ranks, as `Statistics` counts them."""
     device_numel: int
     """Elements updated on the device."""
     host_numel: int
@@ -128,7 +135,7 @@ def traffic(
     over_gloo: bool = False,
     kept_bytes: int = 0,
     units: int = 0,
-    accumulation: int = 1,
+    passes: int = 1,
 ) -> Traffic:
     """Counts the traffic of one step.
 
@@ -138,9 +145,9 @@ def traffic(
         loads: the cached chunks gathered in a step, once per gather.
         moments: fp32 values the optimizer keeps per element.
         over_gloo: whether reductions run over gloo.
-        kept_bytes: inputs of checkpointed regions in host memory.
+        kept_bytes: inputs of checkpointed regions that go to host memory in a step.
         units: the number of units.
-        accumulation: backwards per step; each reduces all gradients.
+        passes: backwards per step; each reduces all gradients.
     """
     own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
     gathers = Counter([*loads, *own])  # chunks with their own memory are gathered once, frozen ones among them never
@@ -155,19 +162,22 @@ def traffic(
 
     collective: dict[tuple[int, ...], list[int]] = {}
 
-    def count(chunk: ChunkSpec, nbytes: int, times: int) -> None:
-        if len(chunk.key.ranks) > 1:
-            of = collective.setdefault(chunk.key.ranks, [0, 0])
-            of[0], of[1] = of[0] + times * nbytes, of[1] + times
+    def count(chunk: ChunkSpec, nbytes: int, times: int) -> int:
+        if len(chunk.key.ranks) == 1:
+            return 0
+        of = collective.setdefault(chunk.key.ranks, [0, 0])
+        of[0], of[1] = of[0] + times * nbytes, of[1] + times
+        return times * nbytes
 
     shared = {chunk.index for chunk in at[Tier.HOST] if plan.shares(chunk, Tier.HOST)}
+    gathered_bytes = reduced_bytes = 0
     for index, times in gathers.items():
         gathered = layout.chunks[index]
-        count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
+        gathered_bytes += count(gathered, gathered.nbytes, times * (gathered.shards > 1 and index not in shared))
     for chunk in layout.chunks:
         if chunk.key.trainable:  # an all-reduce moves twice
-            times = accumulation * (1 if chunk.shards > 1 else 2)
-            count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
+            times = passes * (1 if chunk.shards > 1 else 2)
+            reduced_bytes += count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
         return sum(gathers[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
@@ -182,9 +192,11 @@ def traffic(
     return Traffic(
         fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
         read_bytes=fetched(read),
-        offloaded_bytes=accumulation * sum(map(values_bytes, trained[Tier.HOST] + trained[Tier.DISK])),
+        offloaded_bytes=passes * sum(map(values_bytes, trained[Tier.HOST] + trained[Tier.DISK])),
         summed_bytes=summed,
-        kept_bytes=accumulation * kept_bytes,
+        kept_bytes=kept_bytes,
+        gathered_bytes=gathered_bytes,
+        reduced_bytes=reduced_bytes,
         device_numel=updated(Tier.DEVICE),
         host_numel=updated(Tier.HOST),
         narrow_numel=(updated(Tier.DEVICE, True), updated(Tier.HOST, True)),
@@ -245,10 +257,21 @@ def compute_seconds(profile: Profile, positions: Iterable[int], hardware: Hardwa
 
 
 def seconds(
-    profile: Profile, moved: Traffic, hardware: Hardware, gpus: int, imbalance: float = 1.0, accumulation: int = 1
+    profile: Profile,
+    moved: Traffic,
+    hardware: Hardware,
+    gpus: int,
+    imbalance: float = 1.0,
+    accumulation: int = 1,
+    together: int = 1,
 ) -> Seconds:
-    """Returns the time of a step with `accumulation` backwards and the traffic `moved` on `gpus` GPUs."""
+    """Returns the time of a step of `accumulation` micro-batches and the traffic `moved` on `gpus` GPUs.
+
+    `together`: how many of them pass each layer together.
+    """
     links, fitted = hardware.links(gpus), hardware.fitted
+    passes = -(-accumulation // together)
+    summed = (accumulation - passes) * sum(_SUM_TRAFFIC * p.numel for p in profile.params if p.key.trainable)
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
@@ -259,8 +282,8 @@ def seconds(
     factors = hardware.narrow_update_on_device, hardware.narrow_update
     on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
     update = moved.disk_read_bytes, moved.disk_written_bytes
-    sums_read = (accumulation - 1) * moved.summed_bytes
-    in_backward = moved.read_bytes + sums_read, accumulation * moved.summed_bytes
+    sums_read = (passes - 1) * moved.summed_bytes
+    in_backward = moved.read_bytes + sums_read, passes * moved.summed_bytes
     disk, overlapped = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, in_backward))
     return Seconds(
         compute=accumulation
@@ -269,7 +292,8 @@ def seconds(
             + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
             + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
             + exchange
-        ),
+        )
+        + summed / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA),
         fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), overlapped),
         offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,

@@ -9,9 +9,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -66,6 +66,8 @@ class Cost(Enum):
     """A checkpointed region keeps inputs of `nbytes`, which may go to host memory."""
     ASK = auto()
     """A checkpointed region needs its inputs in backward."""
+    LOSS = auto()
+    """Forward has ended."""
     BOUNDARY = auto()
     """Forward enters, or backward leaves, a traced period of repeated layers (`repeat`); `nbytes` is the number of the
     period, three for each cut."""
@@ -81,6 +83,8 @@ class CostEvent:
     nbytes: int = 0
     flops: int = 0
     traffic: int = 0
+    of_gradient: bool = False
+    """The memory is that of a parameter's gradient."""
 
 
 TraceEvent = StepEvent | CostEvent
@@ -113,32 +117,39 @@ def peak_of(events: Iterable[TraceEvent]) -> int:
     return max(accumulate((event.nbytes for event in costs_of(events) if event.kind is Cost.MEMORY), initial=0))
 
 
-def kept_of(events: Iterable[TraceEvent]) -> tuple[list[int], list[int]]:
-    """Returns the bytes that each checkpointed region keeps, and the peak bytes with the first n regions on the host.
+def kept_regions(events: Iterable[TraceEvent]) -> list[tuple[int, int, int]]:
+    """Returns (bytes, events of memory before they are kept, before they are needed) for each checkpointed region.
 
-    The second list has one entry for each n from 0 on. As in `runtime.host_checkpoints`, the inputs of a region leave
-    the device when the next region keeps its own, and start to come back when the next region needs its own. Both lists
-    are empty unless regions need their inputs in reverse order.
+    The list is empty unless regions need their inputs in reverse order.
     """
-    live, kept, asked = [0], list[tuple[int, int]](), list[int]()
+    memory, kept, asked = 1, list[tuple[int, int]](), list[int]()
     for event in costs_of(events):
         if event.kind is Cost.MEMORY:
-            live.append(live[-1] + event.nbytes)
+            memory += 1
         elif event.kind is Cost.KEEP:
-            kept.append((event.nbytes, len(live)))
+            kept.append((event.nbytes, memory))
         elif event.kind is Cost.ASK:
-            asked.append(len(live))
+            asked.append(memory)
             if len(asked) > len(kept) or event.nbytes != kept[-len(asked)][0]:
-                return [], []
+                return []
     if len(asked) != len(kept):
-        return [], []
-    held, asked = torch.tensor(live), asked[::-1]
+        return []
+    return [(*region, need) for region, need in zip(kept, reversed(asked), strict=True)]
+
+
+def kept_peaks(events: Sequence[TraceEvent]) -> list[int]:
+    """Returns the peak bytes with the inputs of the first n checkpointed regions on the host, for each n from 0 on.
+
+    As in `runtime.host_checkpoints`, the inputs of a region leave the device when the next region keeps its own, and
+    start to come back when the next region needs its own.
+    """
+    memory = (event.nbytes for event in costs_of(events) if event.kind is Cost.MEMORY)
+    held, kept = torch.tensor(list(accumulate(memory, initial=0))), kept_regions(events)
     peaks = [int(held.max())]
-    for region in range(len(kept)):
-        if region + 1 < len(kept):
-            held[kept[region + 1][1] : asked[region + 1]] -= kept[region][0]
+    for (nbytes, _, _), (_, since, until) in pairwise(kept):
+        held[since:until] -= nbytes
         peaks.append(int(held.max()))
-    return [nbytes for nbytes, _ in kept], peaks
+    return [*peaks, *peaks[-1:]] if kept else peaks
 
 
 class Recorder(Recording):
@@ -158,6 +169,8 @@ class Recorder(Recording):
         """Number of storages allocated inside the recorder that are still alive."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._made_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """{storage: the number of the event that it was allocated with}."""
         self._region: tuple[int, list[int]] = (-1, [0])
         self._listening = True
         self._handles: list[Any] = []
@@ -248,6 +261,7 @@ class Recorder(Recording):
         if storage in self._known:
             return False
         self._known.add(storage)
+        self._made_at[storage] = len(self.events)
         self.alive += 1
         nbytes = storage.nbytes()
         self.events.append(CostEvent(Cost.MEMORY, nbytes=nbytes))
@@ -354,7 +368,14 @@ class Recorder(Recording):
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Frees the gradient, as the runtime does by moving it into its block immediately."""
+        assert parameter.grad is not None
+        made_at, before = self._made_at.get(local_of(parameter.grad).untyped_storage()), len(self.events)
         parameter.grad = None
+        if made_at is not None and len(self.events) > before:
+            for number in (made_at, before):
+                event = self.events[number]
+                assert isinstance(event, CostEvent), "memory is allocated and freed there"
+                self.events[number] = replace(event, of_gradient=True)
         self.events.append(StepEvent(ACCUMULATE, params=(self._index_of[parameter],)))
 
 

@@ -27,6 +27,9 @@ def explain(candidate: PlanCandidate) -> str:
         f"kept      {size_text(task.kept_bytes)} more of host memory for the inputs of {task.kept_regions} of "
         f"{len(task.profile.kept)} checkpointed regions"
     ] * bool(task.kept_regions)
+    passed = [f"passes    {task.passes}, of {task.together} micro-batches that pass each layer together"] * (
+        task.together > 1
+    )
     hidden = f" ({seconds_text(seconds.hidden_update)} hidden)" if seconds.hidden_update else ""
     stall = f", stall {seconds_text(seconds.stall)}" if seconds.stall else ""
     lines = [
@@ -40,6 +43,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"host      {size_text(host_bytes)} "
         + ("in the same memory" if task.hardware.one_memory else f"a rank of {size_text(task.host_bytes)}"),
         *kept,
+        *passed,
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
         f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "

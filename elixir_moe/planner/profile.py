@@ -71,6 +71,9 @@ class Profile:
     """Bytes of the inputs that each checkpointed region keeps, in order of forward."""
     kept_peaks: tuple[int, ...] = ()
     """`activation_bytes` if the inputs of the first n regions are in host memory, for each n from 0 on."""
+    pass_peaks: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each n again: (bytes with one micro-batch, bytes of each further one that passes each layer with it) at some
+    moments of a step. With several micro-batches, `activation_bytes` is the most of any."""
     work: tuple[tuple[int, int], ...] = ()
     """(floating-point operations, bytes of other operators) between each event and the one before, and after the last.
     Empty if they are unknown, or if the device waits for each copy, as a CPU does."""
@@ -81,6 +84,15 @@ class Profile:
     def key(self) -> str:
         """A hash that identifies the step: the same model, batch, ranks and patterns have the same key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def peak_bytes(self, regions: int, together: int) -> int:
+        """`activation_bytes` of micro-batches that pass each layer together, with the inputs of regions on the host."""
+        one = self.kept_peaks[regions] if self.kept_peaks else self.activation_bytes
+        if together == 1:
+            return one
+        if not self.pass_peaks:
+            return together * one
+        return max(first + (together - 1) * further for first, further in self.pass_peaks[regions])
 
     def over(self, ranks: int) -> "Profile":
         """Returns this step with every parameter replicated over this number of ranks, without tracing it again."""

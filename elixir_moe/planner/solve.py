@@ -8,6 +8,7 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -73,7 +74,9 @@ class Task:
     imbalance: float = 1.0
     """Routed rows of the busiest rank, relative to an even share."""
     accumulation: int = 1
-    """Backwards per step; with more than one, gradients are summed in fp32."""
+    """Micro-batches of a step."""
+    batches_per_pass: int | None = 1
+    """How many of them pass each layer together; None lets `solve` choose. See `passing`."""
     kept_regions: int = 0
     """Number of checkpointed regions, from the first on, whose inputs are in host memory; see `keeping`."""
 
@@ -85,17 +88,40 @@ class Task:
 
         Activations then take less of the device, and less host memory is left.
         """
-        regions = int(min(most, len(self.profile.kept)))
-        if regions == self.kept_regions:
+        return self._with_activations(int(min(most, len(self.profile.kept))), self.together)
+
+    def passing(self, together: int) -> "Task":
+        """Returns this problem with the activations of up to `together` micro-batches, which pass layers together."""
+        return self._with_activations(self.kept_regions, min(together, self.accumulation))
+
+    def _with_activations(self, regions: int, together: int) -> "Task":
+        """Returns this problem with the inputs of `regions` in host memory, for a pass of `together` micro-batches."""
+        if (regions, together) == (self.kept_regions, self.batches_per_pass):
             return self
-        profile = replace(self.profile, activation_bytes=self.profile.kept_peaks[regions])
-        host_bytes = self.host_bytes + self.kept_bytes - sum(self.profile.kept[:regions])
-        return replace(self, profile=profile, host_bytes=host_bytes, kept_regions=regions)
+        profile = replace(self.profile, activation_bytes=self.profile.peak_bytes(regions, together))
+        there = replace(self, profile=profile, kept_regions=regions, batches_per_pass=together)
+        return replace(there, host_bytes=self.host_bytes + self.kept_bytes - there.kept_bytes)
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that pass each layer together; 1 if that is to be chosen."""
+        return self.batches_per_pass or 1
+
+    @property
+    def dials(self) -> list[int]:
+        """The numbers of micro-batches to try that may pass together, descending: all, and the powers of 2 below."""
+        powers = [1 << power for power in range(self.accumulation.bit_length())]
+        return sorted({self.accumulation, *powers}, reverse=True)
+
+    @property
+    def passes(self) -> int:
+        """Backwards of a step; with more than one, gradients are summed in fp32."""
+        return -(-self.accumulation // self.together)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the inputs that are in host memory."""
-        return sum(self.profile.kept[: self.kept_regions])
+        return self.together * sum(self.profile.kept[: self.kept_regions])
 
     @property
     def allowed_bytes(self) -> int:
@@ -105,7 +131,7 @@ class Task:
 
     def held_bytes(self, size: Footprint) -> tuple[int, int]:
         """(device bytes, host bytes) that the library holds, accumulators included if a step needs them."""
-        return size.memory_bytes(self.accumulation)
+        return size.memory_bytes(self.passes)
 
     def missing_bytes(self, device: int, host: int) -> dict[Tier, int]:
         """Returns {tier: bytes that are missing} for a plan that needs these bytes; 0 or less where there are enough.
@@ -150,6 +176,8 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
+    if task.batches_per_pass is None:
+        return _with_passes(task, packings)
     found: dict[int, PlanCandidate] = {}
     shortages: list[dict[Tier, int]] = []
     packings = packings or Packings(task)
@@ -185,7 +213,29 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     best = min(best, with_sharing(best), key=_rank)
     best = _least_with_stall(best, packings)
     precision = next((p.key.precision for p in task.profile.params if p.key.precision.is_narrow), WIDE)
-    return replace(best, plan=replace(best.plan, master=precision.master, moments=precision.moments))
+    of_passes = task.together if task.accumulation > 1 else None
+    plan = replace(best.plan, master=precision.master, moments=precision.moments, batches_per_pass=of_passes)
+    return replace(best, plan=plan)
+
+
+def _with_passes(task: Task, packings: "Packings | None") -> PlanCandidate:
+    """Finds the fastest plan and how many micro-batches pass together: all, or half as many, as long as that helps.
+
+    `packings` are those of the plain loop.
+    """
+    best: PlanCandidate | None = None
+    for together in task.dials:
+        try:
+            found = solve(task.passing(together), packings if together == 1 else None)
+        except PlanError:
+            if together == 1 and best is None:
+                raise
+            continue
+        if best is not None and _rank(found) >= _rank(best):
+            break
+        best = found
+    assert best is not None, "the plain loop has raised"
+    return best
 
 
 def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidate:
@@ -235,7 +285,7 @@ def with_stall(candidate: PlanCandidate) -> PlanCandidate:
     Unchanged if the compute between its requests is unknown.
     """
     task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
-    profile, plan, backwards = task.profile, candidate.plan, task.accumulation
+    profile, plan, backwards = task.profile, candidate.plan, task.passes
     if not profile.work or not seconds.fetch:
         return candidate
     schedule, positions = profile.step_order.timed(layout)
@@ -267,7 +317,7 @@ def with_sharing(candidate: PlanCandidate) -> PlanCandidate:
 
 def _kept_counts(task: Task) -> list[int]:
     """Returns the numbers of checkpointed regions to try: none, the most that host memory holds, and half of them."""
-    held = list(accumulate(task.profile.kept))
+    held = [task.together * nbytes for nbytes in accumulate(task.profile.kept)]
     most = bisect_right(held, task.host_bytes)
     return list(dict.fromkeys([0, most, most // 2]))
 
@@ -316,14 +366,15 @@ def price(
     Raises:
         PlanError: the plan cannot run: chunks too short, or rCache too small.
     """
-    task = task.keeping(plan.most_host_checkpoints)
     if layout is None:
-        layout = plan.layout(task.profile.params)
+        layout = task.profile.step_order.counted(plan.layout(task.profile.params))
+    together = task.together if plan.batches_per_pass is None else plan.batches_per_pass
+    task = task.passing(together if plan.gathers_again(layout) else 1).keeping(plan.most_host_checkpoints)
     stalls = loads is None
     if loads is None:
-        schedule = task.profile.schedule(layout)
+        schedule = task.profile.step_order.schedule(layout, task.together)
         layout = replace(layout, open_gradients=schedule.open_gradients())
-        loads = gathered(schedule, plan.blocks(layout), task.accumulation)
+        loads = gathered(schedule, plan.blocks(layout), task.passes)
     if units is None:
         units = units_moved(task.profile.parts, layout)
     moved = cost.traffic(
@@ -332,17 +383,18 @@ def price(
         loads,
         task.moments,
         over_gloo=task.over_gloo,
-        kept_bytes=task.kept_bytes,
+        kept_bytes=task.accumulation * task.kept_bytes // task.together,
         units=units,
-        accumulation=task.accumulation,
+        passes=task.passes,
     )
+    rates = task.hardware, task.gpus, task.imbalance, task.accumulation, task.together
     candidate = PlanCandidate(
         task=task,
         plan=plan,
         layout=layout,
         size=task.footprint(plan, layout) if size is None else size,
         moved=moved,
-        seconds=cost.seconds(task.profile, moved, task.hardware, task.gpus, task.imbalance, task.accumulation),
+        seconds=cost.seconds(task.profile, moved, *rates),
         loads=tuple(loads),
     )
     return with_stall(candidate) if stalls else candidate
@@ -437,6 +489,22 @@ class _Held:
         return math.inf if self.cached * self.block_bytes <= left else left // self.block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """A simulated step."""
+
+    one: Schedule
+    """The requests of one micro-batch."""
+    two: Schedule
+    """Requests of two that pass together; of one in the plain loop."""
+    least: int
+    """The fewest blocks that it needs."""
+    open_gradients: int
+    """The most gradients that have blocks at once."""
+    units: int
+    """Modules whose chunks are gathered together."""
+
+
 class _Packing:
     """The parameters in chunks of one length, and the step with these chunks, in any amount of memory."""
 
@@ -448,14 +516,14 @@ class _Packing:
         self.layout = build_layout(task.profile.params, chunk_numel, whole_layers=whole_layers)
         away = None if bound else self._stepped(self.layout)
         if away is not None:
-            self.layout = replace(self.layout, open_gradients=away[2])
+            self.layout = replace(self.layout, open_gradients=away.open_gradients)
         self.in_memory = list(self._by_device_chunks())
         """Memory for each number of chunks on the device, from none to all, without chunks on disk."""
         self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
         """Chunks used in place for each number of chunks on the device."""
         self._steps = {} if away is None else {0: away}
-        """{number of chunks used in place: (schedule, least blocks, most open gradients, units)}."""
-        self._gathered: dict[tuple[int, int, int], list[int]] = {}
+        """By number of chunks used in place."""
+        self._gathered: dict[tuple[int, int, int, int], list[int]] = {}
 
     def placement(self, *, values_on_disk: bool = False) -> Placement:
         """Returns a placement of all chunks in host memory; `values_on_disk` is the field of the plan."""
@@ -475,13 +543,14 @@ class _Packing:
                 *self._task.held_bytes(placement.ledger.footprint()), 0, None, blocks, placement.ledger.block_bytes
             )
 
-    def _stepped(self, layout: Layout) -> tuple[Schedule, int, int, int]:
+    def _stepped(self, layout: Layout) -> "_Stepped":
         profile = self._task.profile
-        schedule = profile.schedule(layout)
-        return schedule, schedule.least_blocks(), schedule.open_gradients(), units_moved(profile.parts, layout)
+        one = profile.schedule(layout)
+        two = profile.step_order.schedule(layout, 2) if self._task.together > 1 else one
+        return _Stepped(one, two, two.least_blocks(), two.open_gradients(), units_moved(profile.parts, layout))
 
-    def step(self, device_chunks: int) -> tuple[Schedule, int, int, int]:
-        """(schedule, least blocks, most open gradients, units) of a step with `device_chunks` chunks on the device."""
+    def step(self, device_chunks: int) -> "_Stepped":
+        """A step with `device_chunks` chunks on the device."""
         assert not self.bound, "a bound does not simulate the step"
         in_place = self._in_place[device_chunks]
         if in_place not in self._steps:
@@ -489,17 +558,26 @@ class _Packing:
             self._steps[in_place] = self._stepped(plan.place(self.layout))
         return self._steps[in_place]
 
-    def gathered(self, device_chunks: int, blocks: int, backwards: int) -> list[int]:
-        """The chunks gathered in a step with `device_chunks` chunks on the device."""
-        key = self._in_place[device_chunks], blocks, backwards
+    def gathered(self, task: Task, device_chunks: int, blocks: int) -> list[int]:
+        """The chunks gathered in a step with `device_chunks` chunks on the device.
+
+        Each further micro-batch of a pass is taken to gather what the second one does: nothing, if all weights between
+        two turns have blocks.
+        """
+        key = self._in_place[device_chunks], blocks, task.passes, task.together
         if key not in self._gathered:
-            self._gathered[key] = gathered(self.step(device_chunks)[0], blocks, backwards)
+            step = self.step(device_chunks)
+            found = gathered(step.two, blocks, task.passes)
+            if task.together > 2:
+                again = Counter(found) - Counter(gathered(step.one, blocks, task.passes))
+                found += (task.together - 2) * list(again.elements())
+            self._gathered[key] = found
         return self._gathered[key]
 
 
 class Packings:
     """The parameters in chunks of every length to try. All problems with the same step and number of ranks can share
-    one, on any machine."""
+    one, on any machine, if they all have one pass a step or all have several, and all or none the plain loop."""
 
     def __init__(self, task: Task) -> None:
         self.lengths = chunk_lengths(task.profile.params)
@@ -560,7 +638,7 @@ class _LengthSearch:
             return replace(held, host_bytes=host, disk_chunks=on_device, disk_short_bytes=lacking)
         if held.host_bytes <= task.host_bytes or task.disk_bytes is None:
             return held
-        size = self._fewest.spill(on_device, task.host_bytes, task.accumulation)
+        size = self._fewest.spill(on_device, task.host_bytes, task.passes)
         if size is not None and size.disk_bytes <= task.disk_bytes:
             _, host = task.held_bytes(size)
             return replace(held, host_bytes=host, disk_chunks=on_device - self._fewest.on_disk, disk_short_bytes=0)
@@ -584,14 +662,14 @@ class _LengthSearch:
                 return fits[winner]
 
     def _grid(self) -> list[int]:
-        least, most = self._packing.step(len(self._layout.chunks))[1], self._layout.most_blocks
+        least, most = self._packing.step(len(self._layout.chunks)).least, self._layout.most_blocks
         if most - least < _DENSE:
             return list(range(least, most + 1))
         return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def fullest(self) -> Iterator[PlanCandidate]:
         """Yields plans with more and more blocks, each with as many chunks on the device as fit."""
-        least, most = self._packing.step(len(self._layout.chunks))[1], self._layout.most_blocks
+        least, most = self._packing.step(len(self._layout.chunks)).least, self._layout.most_blocks
         steps = sorted({0, 1, *(n << power for power in range(most.bit_length()) for n in (2, 3))})
         for blocks in (least + more for more in steps if least + more <= most):
             self._at(blocks, None)
@@ -614,11 +692,10 @@ class _LengthSearch:
             return
         self._found[blocks] = None
         fits = [count for count, most in enumerate(self._most_blocks) if blocks <= most]
-        count = next((count for count in reversed(fits) if self._packing.step(count)[1] <= blocks), None)
+        count = next((count for count in reversed(fits) if self._packing.step(count).least <= blocks), None)
         if count is None:
             return
-        schedule, _, gradients, units = self._packing.step(count)
-        held = self._held(count)
+        step, held = self._packing.step(count), self._held(count)
         cached: int | Literal["all"] = "all" if blocks >= held.cached else blocks
         if count == len(self._layout.chunks):
             plan = Plan(scatter=True, offloaded=False, rcache_blocks=cached, chunk_numel=self._packing.chunk_numel)
@@ -631,10 +708,12 @@ class _LengthSearch:
                 chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions, whole_layers=self._layout.whole_layers)
-        layout = replace(plan.place(self._layout), open_gradients=gradients)
-        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=units)
-        if known is None or _rank(priced(schedule.must_load)) < _rank(known):
-            self._found[blocks] = priced(self._packing.gathered(count, plan.blocks(layout), self._task.accumulation))
+        layout = replace(plan.place(self._layout), open_gradients=step.open_gradients)
+        if self._task.together > 1 and not plan.gathers_again(layout):
+            return  # em.accumulate then runs the plain loop
+        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=step.units)
+        if known is None or _rank(priced(step.one.must_load)) < _rank(known):
+            self._found[blocks] = priced(self._packing.gathered(self._task, count, plan.blocks(layout)))
 
     def shortages(self) -> Iterator[dict[Tier, int]]:
         """Yields the missing bytes with the fewest blocks, for each number of chunks on the device."""
@@ -646,9 +725,9 @@ class _LengthSearch:
             if self._packing.bound:
                 yield held.missing(self._task, 1)
                 continue
-            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0)[1])
+            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0).least)
             if missing[Tier.DEVICE] > 0 >= held.missing(self._task, 1)[Tier.DEVICE]:
-                missing = held.missing(self._task, self._packing.step(count)[1])  # chunks used in place may need fewer
+                missing = held.missing(self._task, self._packing.step(count).least)  # if some are in place
             yield missing
 
     def least_device_bytes(self) -> int:

@@ -40,11 +40,13 @@ from elixir_moe.planner.events import (
     Recorder,
     TraceEvent,
     costs_of,
-    kept_of,
+    kept_peaks,
+    kept_regions,
     peak_of,
     steps_of,
     work_of,
 )
+from elixir_moe.planner.passes import pass_peaks
 from elixir_moe.planner.profile import Profile, Sent, SentCollective
 from elixir_moe.planner.repeat import Cut, Names, cuts_of, with_all_periods
 from elixir_moe.quantized.decoders import decodes_in_one_pass
@@ -128,7 +130,7 @@ def trace(
     steps, costs = list(steps_of(events)), list(costs_of(events))
     order, part_specs, step_events = by_first_use(parts.specs, steps, len(listed))
     regions = regions_of(part_specs)
-    kept, kept_peaks = kept_of(costs)
+    numels = {place: listed[i].numel for place, i in enumerate(order) if listed[i].key.trainable}
     on_cpu = device is not None and device.type == "cpu"
     one_pass = device is None or decodes_in_one_pass(device)
     return Profile(
@@ -143,8 +145,9 @@ def trace(
         + decoding_bytes(model, parts.names, steps, compute_dtype, native=one_pass),
         activation_bytes=peak_of(costs),
         buffer_bytes=sum(map(bytes_of, model.buffers())),
-        kept=tuple(kept),
-        kept_peaks=tuple(kept_peaks),
+        kept=tuple(nbytes for nbytes, _, _ in kept_regions(costs)),
+        kept_peaks=tuple(kept_peaks(costs)),
+        pass_peaks=tuple(pass_peaks(part_specs, events, step_events, numels)),
         work=() if on_cpu else tuple(work_of(events)),
         exchanges=tuple(_exchanges(model, costs, compute_dtype)),
         sent=tuple(_sent(costs)),
@@ -173,6 +176,7 @@ def _run(
             loss = step(model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ConfigError(f"step returned a {type(loss).__name__}: expected the loss, a tensor of one element")
+            recorder.events.append(CostEvent(Cost.LOSS))
             loss.backward()  # type: ignore[no-untyped-call]
         except ElixirError:
             raise

@@ -196,7 +196,14 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         type=int,
         default=SFT["gradient_accumulation_steps"],
         metavar="N",
-        help="backwards in a step; by default 1",
+        help="micro-batches of a step; by default 1",
+    )
+    verb.add_argument(
+        "--batches-per-pass",
+        type=_passes,
+        default=1,
+        metavar="N|auto",
+        help="micro-batches that pass each layer together, by em.accumulate; by default 1, auto searches",
     )
     verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
     verb.add_argument(
@@ -230,6 +237,11 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         "--largest", choices=LARGEST, help="instead of a plan: the deepest model, batch or sequence that fits"
     )
     verb.add_argument("--picture", type=Path, metavar="FILE", help="draw what --largest found as PNG")
+
+
+def _passes(text: str) -> int | None:
+    """The number that `--batches-per-pass` gives; None for auto."""
+    return None if text == "auto" else int(text)
 
 
 class _Template(argparse.Action):

@@ -172,12 +172,14 @@ def _speed(text: str) -> float:
 
 def _check_sizes(known: argparse.Namespace) -> None:
     """Checks the numbers of GPUs, sequences and tokens. The one that is searched for must not be given."""
-    for name in ("gpus", "batch", "seq", "accumulation"):
+    for name in ("gpus", "batch", "seq", "accumulation", "batches_per_pass"):
         value = getattr(known, name)
         if name == known.largest and value is not None:
             raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
         if value is not None and value < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    if known.quick and known.batches_per_pass is None:
+        raise ConfigError("--quick has formulas for a given number: give it instead of --batches-per-pass auto")
     if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:
         raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
     if known.largest is not None and known.compare:

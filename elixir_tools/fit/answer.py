@@ -173,7 +173,8 @@ def _to_paste(asked: Asked, choice: PlanCandidate) -> str:
     tiles = "" if asked.tiles is None else f'em.tile(model, at_most="{asked.tiles}")  # before the optimizer; then: '
     scheme = asked.known.quantize
     packed = "" if scheme in (None, UNQUANTIZED) else f'em.quantize(model, "{scheme}")  # before the optimizer; then: '
-    return packed + tiles + wrap_line(choice.plan, asked.known.dtype)
+    passes = "; then: losses = em.accumulate(model, loss_fn, batches)" * (choice.task.together > 1)
+    return packed + tiles + wrap_line(choice.plan, asked.known.dtype) + passes
 
 
 def sft_words(
@@ -254,7 +255,7 @@ def _question(asked: Asked) -> str:
     )
     checkpoints = "of every layer recomputed" if known.checkpointing == "layers" else "kept"
     loss = ", without logits" if asked.given.loss == "fused" else ""
-    step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} backwards"
+    step = "1 backward" if known.accumulation == 1 else f"{known.accumulation} micro-batches"
     return (
         f"Asked: {what} are trained{how} with {known.optimizer} in {known.dtype}; {known.batch} x {known.seq} tokens a "
         f"GPU and backward, {step} a step, activations {checkpoints} (--checkpointing {known.checkpointing}){loss}."
@@ -380,7 +381,7 @@ def _accumulation(asked: Asked) -> Iterator[str]:
     choice, task = asked.found.choice, asked.found.task
     if choice is None or _updates(choice) < _SLOW_UPDATE * choice.seconds.step:
         return
-    each = (choice.seconds.step - _updates(choice)) / task.accumulation
+    each = (choice.seconds.step - _updates(choice)) / task.accumulation  # about, where several pass together
     backwards = task.accumulation
     while _updates(choice) > _AMORTISED * (_updates(choice) + backwards * each) and backwards < 2**10:
         backwards *= 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elixir_moe.ext.planner import PlanCandidate, Task, cost
-from elixir_moe.ext.plans import Tier, seconds_text
+from elixir_moe.ext.plans import Tier, seconds_text, size_text
 
 USUAL_ERROR = 0.15
 """How far off the seconds and bytes of formulas mostly are; `docs/quick_error.py` prints it."""
@@ -17,7 +17,17 @@ _WORTH = 0.01
 """Part of a step below which a share of it is not worth naming."""
 _FASTER = 1.5
 """How much faster QLoRA must be than LoRA to be recommended where both fit: it trains on rounded weights."""
-PREDICTED = ("step_seconds", "tokens_per_second", "device_peak_bytes", "host_bytes_per_rank", "disk_bytes")
+PREDICTED = (
+    "step_seconds",
+    "tokens_per_second",
+    "fetched_bytes",
+    "offloaded_bytes",
+    "gathered_bytes",
+    "reduced_bytes",
+    "device_peak_bytes",
+    "host_bytes_per_rank",
+    "disk_bytes",
+)
 """The keys of `Figures.as_dict` that a plan predicts."""
 _TIERS = {Tier.DEVICE: "VRAM on each GPU", Tier.HOST: "RAM for each GPU", Tier.DISK: "disk for each GPU"}
 
@@ -38,6 +48,7 @@ class Figures:
     """RAM of a host, for each GPU."""
     disk_bytes: int
     seconds: cost.Seconds
+    moved: cost.Traffic
 
     @classmethod
     def of_choice(cls, choice: PlanCandidate) -> "Figures":
@@ -52,6 +63,7 @@ class Figures:
             host_bytes=host + task.kept_bytes,
             disk_bytes=choice.size.disk_bytes,
             seconds=choice.seconds,
+            moved=choice.moved,
         )
 
     @property
@@ -99,6 +111,10 @@ class Figures:
             "step_seconds": self.seconds.step,
             "tokens_per_second": self.tokens_per_second,
             "waits_for": self.waits_for,
+            "fetched_bytes": self.moved.fetched_bytes,
+            "offloaded_bytes": self.moved.offloaded_bytes,
+            "gathered_bytes": self.moved.gathered_bytes,
+            "reduced_bytes": self.moved.reduced_bytes,
             "device_peak_bytes": self.device_bytes,
             "host_bytes_per_rank": self.host_bytes,
             "disk_bytes": self.disk_bytes,
@@ -127,6 +143,14 @@ def speed_lines(figures: Figures) -> Iterator[str]:
     shown = [f"{name} {seconds_text(value)}" for name, value in figures.parts.items() if value > _WORTH * step]
     for first in range(0, len(shown), 2):
         yield f"  {'' if first else 'of it':8}{', '.join(shown[first : first + 2])}"
+    moved = figures.moved
+    ways = {"fetched": moved.fetched_bytes, "offloaded": moved.offloaded_bytes}
+    ways |= {"gathered": moved.gathered_bytes, "reduced": moved.reduced_bytes}
+    crossing = [f"{way} {size_text(nbytes)}" for way, nbytes in ways.items() if nbytes]
+    if crossing:
+        yield f"  moved   {', '.join(crossing)} a step"
+    if figures.task.together > 1:
+        yield f"  passes  {figures.task.passes}, of {figures.task.together} micro-batches by em.accumulate"
 
 
 def recommended(ways: Mapping[str, Figures]) -> str:

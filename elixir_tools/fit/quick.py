@@ -114,6 +114,8 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
     if not fused:
         in_loss += 3 * 4 * tokens * sizes.vocabulary
     held = int(max(within, in_loss))
+    layer_trained = max(nbytes for _, nbytes in groups.values())
+    sums, of_region = 4 * layer_trained // dtype.itemsize, kept // max(len(layers), 1)
     profile = Profile(
         params=(),
         order=(),
@@ -126,7 +128,8 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
         activation_bytes=kept + held,
         buffer_bytes=0,
         kept=(kept,),
-        kept_peaks=(kept + held, held + 2 * kept // max(len(layers), 1)),
+        kept_peaks=(kept + held, held + 2 * of_region),
+        pass_peaks=(((kept + held + sums, kept),), ((held + sums + 2 * of_region, of_region),)),
     )
     return Step(
         profile=profile,
@@ -134,7 +137,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
         frozen_bytes=frozen_bytes,
         values_bytes=sum(nbytes for nbytes, _ in groups.values()),
         layer_bytes=max(nbytes for nbytes, _ in groups.values()),
-        layer_trained_bytes=max(nbytes for _, nbytes in groups.values()),
+        layer_trained_bytes=layer_trained,
         layers=len(layers),
         can_tile=not any("experts" in name and "lora_" in name for name, _ in model.named_parameters()),
     )
@@ -149,7 +152,7 @@ def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Fig
 
 def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figures:
     ranks, allowed, host = task.gpus, task.allowed_bytes, task.host_bytes
-    sums = 4 if task.accumulation > 1 else 0
+    sums = 4 if task.passes > 1 else 0
     state = _STATE_BYTES[precision.master] + task.moments * _STATE_BYTES[precision.moments]
     whole = (step.trained * (itemsize + state + sums) + step.frozen_bytes) // ranks
     widened = step.layer_trained_bytes * 4 // itemsize if ranks > 1 else 0
@@ -167,20 +170,22 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         missing[Tier.DISK] = on_disk - task.disk_bytes
     outside, disk = (away / whole, on_disk / whole) if whole else (0.0, 0.0)
     cached = min(1.0, blocks / step.values_bytes)
-    gathers = task.accumulation * (2 - cached)
+    gathers = task.passes * (2 - cached)
     numel = step.trained // ranks
     in_host = int(outside * step.frozen_bytes)  # frozen weights lie once in a host's memory, and each rank fetches all
     fetched = gathers * (in_host + outside * step.trained * itemsize / ranks)
     gathered = gathers * (step.trained * itemsize + step.frozen_bytes - in_host)
-    reduced = task.accumulation * step.trained * 4
+    reduced = task.passes * step.trained * 4
     everyone, narrow = tuple(range(ranks)), precision.is_narrow
     on_gpu, on_cpu, on_nvme = (int(numel * share) for share in (1 - outside, outside - disk, disk))
     moved = cost.Traffic(
         fetched_bytes=int(fetched),
         read_bytes=0,
-        offloaded_bytes=int(task.accumulation * outside * numel * itemsize),
+        offloaded_bytes=int(task.passes * outside * numel * itemsize),
         summed_bytes=0,
-        kept_bytes=task.accumulation * task.kept_bytes,
+        kept_bytes=task.accumulation * task.kept_bytes // task.together,
+        gathered_bytes=int(gathered) * (ranks > 1),
+        reduced_bytes=reduced * (ranks > 1),
         device_numel=on_gpu,
         host_numel=on_cpu,
         narrow_numel=(on_gpu * narrow, on_cpu * narrow),
@@ -191,8 +196,9 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         gathered_numel=step.profile.parameters,
         units=step.layers,
     )
-    seconds = cost.seconds(task.profile, moved, task.hardware, ranks, task.imbalance, task.accumulation)
-    forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.accumulation
+    rates = task.hardware, ranks, task.imbalance, task.accumulation, task.together
+    seconds = cost.seconds(task.profile, moved, *rates)
+    forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.passes
     hidden = min(seconds.host_update, outside * forward) if task.overlaps_updates else 0.0
     held = min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks
     return Figures(
@@ -202,6 +208,7 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         host_bytes=on_host + task.kept_bytes,
         disk_bytes=on_disk,
         seconds=replace(seconds, hidden_update=hidden),
+        moved=moved,
         missing={tier: nbytes for tier, nbytes in missing.items() if nbytes > 0},
     )
 

@@ -202,7 +202,7 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         )
     if hardware.one_memory:
         capacity_bytes, host_bytes = min(capacity_bytes, host_bytes), 0
-    return Task(
+    task = Task(
         profile=profile,
         hardware=hardware,
         gpus=known.gpus,
@@ -214,3 +214,5 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         imbalance=known.imbalance,
         accumulation=known.accumulation,
     )
+    together = known.batches_per_pass
+    return replace(task, batches_per_pass=None) if together is None else task.passing(together)

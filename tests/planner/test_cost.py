@@ -70,7 +70,7 @@ def test_values_on_disk_are_read_and_gradients_written_there(accumulation: int) 
     layout, hardware = build_layout(profile().params, 1 << 20), replace(Hardware.named(MACHINE), **DISK)
     plan = Plan.offload(rcache_blocks=1, device_chunks=1, disk_chunks=2, values_on_disk=True)
     loads = accumulation * [0, 1, 2, 3, 3, 2, 1, 0]
-    moved = cost.traffic(plan, layout, loads, accumulation=accumulation)
+    moved = cost.traffic(plan, layout, loads, passes=accumulation)
     assert moved.fetched_bytes == accumulation * 3 * 2 * 2 * shard
     assert moved.read_bytes == accumulation * 2 * 2 * 2 * shard
     assert (moved.disk_read_bytes, moved.disk_written_bytes) == (2 * 16 * shard, 2 * 14 * shard)
