@@ -134,7 +134,8 @@ class ElixirAccelerator(Accelerator):
             )
         if self.state.dynamo_plugin.backend.value != "NO":
             raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
-        self._plan = Plan.zero3() if plan is None else plan
+        self.plan: Plan | AutoPlan = Plan.zero3() if plan is None else plan
+        """The plan by which `prepare` wraps."""
         self._models: list[nn.Module]
         self._optimizers: list[torch.optim.Optimizer]
         self._options = {"compute_dtype": _DTYPES[self.mixed_precision], **(options or {})}
@@ -191,7 +192,7 @@ class ElixirAccelerator(Accelerator):
         self.unwrap_model(model, keep_fp32_wrapper=False)  # from the autocast of an evaluation before
         if model in self._models:
             self._models.remove(model)  # from that evaluation too
-        wrapped, sharded = wrap(model, optimizer, plan=self._plan, device=self.device, **self._options)
+        wrapped, sharded = wrap(model, optimizer, plan=self.plan, device=self.device, **self._options)
         talks = require_wrapped(wrapped, "prepare").plan.scatter or any(map(is_spread, wrapped.modules()))
         if talks and dist.get_world_size() > 1:
             # Each forward gathers, or sends tokens to experts. Hugging Face reads this attribute where all ranks must

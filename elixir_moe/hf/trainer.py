@@ -15,6 +15,7 @@ import re
 import warnings
 import zipfile
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +94,9 @@ class ElixirMixin(_Trainer):
 
         Args:
             args, kwargs: the trainer's.
-            plan: as in `em.wrap`, by default `Plan.zero3()`.
+            plan: as in `em.wrap`, by default `Plan.zero3()`. With `Plan.batches_per_pass`, so many micro-batches of a
+                step pass each layer together. `Plan.auto` without `accumulation` takes that of the trainer's settings
+                and chooses `batches_per_pass`.
             wrap: further arguments of `em.wrap`. With ``bf16=True`` among the trainer's settings, `compute_dtype` is
                 bf16.
             routers: arguments of `hf.routers.Routers`, or {}, to log the load of a mixture's experts:
@@ -207,6 +210,8 @@ class ElixirMixin(_Trainer):
             while True:
                 self._one_pass.forget()
                 self._passes_together = None
+                if isinstance(self._plan, AutoPlan):
+                    self.accelerator.plan = self._request(self._plan)
                 try:
                     return super().train(resume_from_checkpoint, *args, **kwargs)
                 except GoBack as back:
@@ -215,6 +220,12 @@ class ElixirMixin(_Trainer):
                     self.neftune_hook_handle.remove()
         finally:
             self._going_back = False
+
+    def _request(self, plan: AutoPlan) -> AutoPlan:
+        """The search for a plan, which knows how many micro-batches a step has, and whether they can pass together."""
+        if plan.accumulation == 1:
+            plan = replace(plan, accumulation=self.args.gradient_accumulation_steps, batches_per_pass=None)
+        return replace(plan, batches_per_pass=1) if why_not(self, ElixirMixin) else plan
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs the trainer's step, and collects its facts for callbacks."""

@@ -118,7 +118,7 @@ class PlanConfig:
 
         given = {name: value for name in options() if (value := getattr(self, name)) is not None}
         if self.kind == "auto":
-            return Plan.auto(step, sample, accumulation=accumulation, **given)
+            return Plan.auto(step, sample, accumulation=accumulation, **{"batches_per_pass": None, **given})
         preset: Callable[..., Plan] = getattr(Plan, self.kind)
         return preset(**given)
 

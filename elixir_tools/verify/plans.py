@@ -35,7 +35,13 @@ class AskedPlan:
         if self.given is not None:
             plan = replace(self.given, batches_per_pass=together) if together > 1 else self.given
             return {"plan": plan, "step": step, "sample": sample}
-        auto = Plan.auto(step=step, sample=sample, hardware=_SEARCHED_FOR, accumulation=self.accumulation)
+        auto = Plan.auto(
+            step=step,
+            sample=sample,
+            hardware=_SEARCHED_FOR,
+            accumulation=self.accumulation,
+            batches_per_pass=together,
+        )
         return {"plan": auto}
 
 

@@ -215,6 +215,43 @@ def test_a_loss_that_switches_modules_is_refused_before_an_update(ranks: Ranks, 
     assert "the step changes 'training' of module" in said and found == [2]
 
 
+def searched(folder: str, accumulation: int, own_step: bool) -> tuple[Any, Any, Any]:
+    """The request of a trainer with four micro-batches a step: (`accumulation`, `batches_per_pass`), and the plan's."""
+    from transformers import TrainingArguments
+
+    from elixir_moe.hf.trainer import ElixirTrainer
+
+    class Own(ElixirTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    with launched():
+        arguments = TrainingArguments(
+            folder, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, use_cpu=True,
+            report_to=[], disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        plan = em.Plan.auto(
+            step=lambda model, ids: model(input_ids=ids, labels=ids).loss, sample=torch.zeros(2, 16, dtype=torch.long),
+            hardware="a100-80g-pcie-x4", accumulation=accumulation,
+        )  # fmt: skip
+        trainer = (Own if own_step else ElixirTrainer)(mixture(), arguments, train_dataset=uneven(40), plan=plan)
+        trainer.train()
+        asked, chosen = trainer.accelerator.plan, em.inspect(trainer.model).plan
+        trainer.model._elixir.optimizer.close()
+    return asked.accumulation, asked.batches_per_pass, chosen.batches_per_pass
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "own_step", "asked"),
+    [(1, False, (4, None)), (1, True, (4, 1)), pytest.param(2, False, (2, 1), marks=pytest.mark.slow)],
+)
+def test_a_search_knows_the_micro_batches_of_a_step(
+    ranks: Ranks, tmp_path: Path, accumulation: int, own_step: bool, asked: tuple[int, int | None]
+) -> None:
+    (found,) = ranks(1).run(searched, str(tmp_path), accumulation, own_step)
+    assert found[:2] == asked and found[2] is not None
+
+
 def watched(folder: str, plan: em.Plan) -> list[tuple[Any, ...]]:
     """(rank) The facts of each step for a callback, which computes each loss again."""
     from transformers import TrainingArguments
