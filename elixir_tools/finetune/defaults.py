@@ -30,6 +30,7 @@ SFT: Mapping[str, Any] = MappingProxyType(
         "plan_master": None,
         "plan_moments": None,
         "plan_budget": None,
+        "plan_batches_per_pass": None,
         "quantize": None,
         "tile": None,
     }

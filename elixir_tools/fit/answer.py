@@ -94,7 +94,7 @@ def answered(asked: Asked) -> Answer:
     command = None
     if asked.found.choice is not None:
         on_disk = bool(asked.found.choice.plan.disk_chunks)
-        command = sft_words(asked.known, asked.given, asked.found.task, tiles=asked.tiles, disk=on_disk)
+        command = sft_words(asked.known, asked.given, asked.found.choice.task, tiles=asked.tiles, disk=on_disk)
     if asked.found.choice is not None:
         lines.append(f"To paste: {_to_paste(asked, asked.found.choice)}")
         lines += [] if command is None else [f"By command: {' '.join(command)}"]
@@ -196,7 +196,10 @@ def sft_words(
     said |= {"gradient_accumulation_steps": known.accumulation, "bf16": known.dtype == "bf16"}
     recomputed = known.checkpointing == "layers" and given.model.supports_gradient_checkpointing
     said |= {"gradient_checkpointing": recomputed, "tile": tiles, "plan_budget": known.budget}
-    said |= {"plan_disk": "DISK" if disk else None}
+    said |= {
+        "plan_disk": "DISK" if disk else None,
+        "plan_batches_per_pass": task.together if task.together > 1 else None,
+    }
     kept = {"plan_master": known.master, "plan_moments": known.moments}
     said |= {name: None if value == "fp32" else value for name, value in kept.items()}
     words = ["elixir-moe sft"]
