@@ -364,20 +364,20 @@ def test_a_forward_that_fails_ends_the_others(kind: str) -> None:
     batches = batches_of(3)
     before = em.full_state_dict(model)
     handles: list[Any] = []
-    for layer in range(4):
+    for layer, error in enumerate([FailsError, torch.OutOfMemoryError] * 2):
         for number in range(3):
             calls = []
 
-            def fail(*_: Any, number: int = number, calls: list[None] = calls) -> None:
+            def fail(*_: Any, number: int = number, calls: list[None] = calls, error: Any = error) -> None:
                 calls.append(None)
                 if len(calls) == number + 1:
-                    raise FailsError
+                    raise error
 
             handle = model.blocks[layer].up.register_forward_hook(fail)
-            with pytest.raises(FailsError):
+            with pytest.raises(error):
                 em.accumulate(model, loss_of, batches)
             handle.remove()
-            assert not any(model._elixir.scheduler.gathers.holds(c.index) for c in model._elixir.layout.cached)
+            assert not any(model._elixir.scheduler.cache.holds(c.index) for c in model._elixir.layout.cached)
             optimizer.zero_grad()
     em.accumulate(model, loss_of, batches)
     optimizer.step()
