@@ -78,6 +78,7 @@ class Interrupt:
         self._before: dict[FrameType, str] = {}
 
     def __enter__(self) -> "Interrupt":
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such a frame only in `settrace`
         sys.settrace(self._enter_function)
         return self
 
@@ -113,13 +114,14 @@ def wrapped(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Modu
 
 
 def train(model: Any, optimizer: ShardedOptimizer, number: int, folder: Path | None = None) -> None:
-    """Two micro-batches with an evaluation between them, a read, a clip, a step, two writes, and perhaps a save."""
+    """A micro-batch, an evaluation, two at once, a read, a clip, a step, two writes, and perhaps a save."""
     draw = torch.Generator().manual_seed(number)
     like = next(model.parameters())
-    model(torch.randn(4, D, generator=draw).to(like)).square().mean().backward()
+    first, *others = torch.randn(3, 4, D, generator=draw).to(like)
+    loss_of(model, first).backward()
     with torch.no_grad():
         model(torch.ones(1, D).to(like))
-    model(torch.randn(4, D, generator=draw).to(like)).square().mean().backward()
+    em.accumulate(model, loss_of, others)
     next(model.parameters()).norm()
     optimizer.clip_grad_norm_(0.1)
     optimizer.step()
@@ -129,6 +131,11 @@ def train(model: Any, optimizer: ShardedOptimizer, number: int, folder: Path | N
         model.first.bias.data.mul_(1.0)
     if folder is not None:
         em.save(folder, model, optimizer)
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    loss: Tensor = model(inputs).square().mean()
+    return loss
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
