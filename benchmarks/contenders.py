@@ -9,7 +9,7 @@ same weights.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,25 @@ class Contender:
             self.optimizer.close()
 
 
+MICRO_BATCHES = 8
+"""Micro-batches of a step of those that accumulate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulating(Contender):
+    """A contender whose step has several micro-batches."""
+
+    accumulate: Callable[[nn.Module, Sequence[Tensor]], list[Tensor]]
+    """Forward and backward of micro-batches; returns their losses."""
+
+    def step(self, batch: Tensor) -> Tensor:
+        """As `Contender.step`, with the rows of the batch cut into micro-batches."""
+        losses = self.accumulate(self.model, batch.chunk(MICRO_BATCHES))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+
 Build = Callable[[Workload], Contender]
 
 
@@ -91,6 +110,35 @@ def ours(workload: Workload, plan: em.Plan) -> Contender:
         compute_dtype=torch.bfloat16 if workload.bf16 else None,
     )
     return Contender(model=model, optimizer=optimizer)
+
+
+def ours_in_one_pass(workload: Workload, plan: em.Plan) -> Contender:
+    """This library under `plan`; all micro-batches pass each layer together."""
+    one = ours(workload, plan)
+    return Accumulating(
+        model=one.model,
+        optimizer=one.optimizer,
+        accumulate=lambda model, batches: em.accumulate(model, lm_loss, batches),
+    )
+
+
+def fsdp_accumulating(workload: Workload, *, kept_gathered: bool) -> Contender:
+    """`fully_shard` that reduces gradients behind the last micro-batch; blocks may stay gathered until then."""
+    one = _fsdp(workload, reshard_after_forward=not kept_gathered)
+
+    def accumulate(model: Any, batches: Sequence[Tensor]) -> list[Tensor]:
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or not kept_gathered)
+            loss = lm_loss(model, batch)
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        return losses
+
+    return Accumulating(model=one.model, optimizer=one.optimizer, accumulate=accumulate)
 
 
 def dense_of_same_size(workload: Workload) -> Contender:

@@ -8,7 +8,18 @@ from functools import partial
 
 import elixir_moe as em
 from benchmarks import deepspeed_peers, megatron_peers
-from benchmarks.contenders import Build, ddp, dense_of_same_size, fsdp, fsdp_zero2, ours, plain
+from benchmarks.contenders import (
+    MICRO_BATCHES,
+    Build,
+    ddp,
+    dense_of_same_size,
+    fsdp,
+    fsdp_accumulating,
+    fsdp_zero2,
+    ours,
+    ours_in_one_pass,
+    plain,
+)
 from benchmarks.workload import Workload
 from elixir_tools.models.config import GPTConfig
 
@@ -64,8 +75,20 @@ _GPT_12 = Workload(
     model=replace(_GPT_8, n_layers=12, d_model=768, n_heads=12, vocab_size=256, experts=(), ep=()),
     batch=2,
 )
+_MICRO = f"{MICRO_BATCHES} micro-batches of a sequence, a checkpoint for each block"
+_GPT_MICRO = replace(
+    _GPT, name=f"{_GPT.name}, {_MICRO}", model=replace(_GPT_8, checkpoint="non_reentrant"), batch=MICRO_BATCHES
+)
+_GPT_12_MICRO = replace(
+    _GPT_12,
+    name=f"{_GPT_12.name}, {_MICRO}",
+    model=replace(_GPT_12.model, checkpoint="non_reentrant"),
+    batch=MICRO_BATCHES,
+)
 FULL = {
     "gpt": _GPT,
+    "gpt-micro": _GPT_MICRO,
+    "gpt-12-micro": _GPT_12_MICRO,
     "gpt-12": _GPT_12,
     "megatron": replace(_GPT, name=f"Megatron-core's {_GPT.name}"),
     "pr-moe": _PR_MOE,
@@ -76,10 +99,11 @@ FULL = {
 
 def _small(workload: Workload) -> Workload:
     model = replace(workload.model, vocab_size=256, seq_len=64, d_model=64, n_heads=4)
-    return replace(workload, name=f"a tiny model instead of {workload.name}", model=model, batch=1)
+    batch = MICRO_BATCHES if workload.batch == MICRO_BATCHES else 1
+    return replace(workload, name=f"a tiny model instead of {workload.name}", model=model, batch=batch)
 
 
-QUICK = {key: replace(_small(value)) for key, value in FULL.items()} | {"gpt": _TINY}
+QUICK = {key: _small(value) for key, value in FULL.items()} | {"gpt": _TINY}
 """The workloads with tiny models, to see that everything works."""
 
 _PLAIN, _DDP = ("plain", plain), ("ddp", ddp)
@@ -93,6 +117,9 @@ _DEEPSPEED_OFFLOAD = ("deepspeed-offload", partial(deepspeed_peers.zero, stage=3
 _DEEPSPEED_MOE = ("deepspeed-moe", deepspeed_peers.pr_moe)
 _OFFLOAD = ("ours-offload", partial(ours, plan=em.Plan.offload(rcache_blocks=3)))
 _MEGATRON = ("megatron-ddp", megatron_peers.ddp)
+_ONE_PASS = ("ours-one-pass", partial(ours_in_one_pass, plan=em.Plan.zero3(rcache_blocks=3)))
+_FSDP_MICRO = ("fsdp-micro", partial(fsdp_accumulating, kept_gathered=False))
+_FSDP_GATHERED_MICRO = ("fsdp-gathered-micro", partial(fsdp_accumulating, kept_gathered=True))
 _OURS_MEGATRON = ("ours-megatron", partial(megatron_peers.ours, plan=em.Plan.zero2()))
 
 ROWS = [
@@ -118,6 +145,24 @@ ROWS = [
         theirs=_DEEPSPEED_3,
         limit=0.72,
         needs="deepspeed",
+    ),
+    Row(
+        name="zero3, one pass",
+        peer="FSDP2, 8 micro-batches",
+        workload="gpt-micro",
+        ranks=2,
+        ours=_ONE_PASS,
+        theirs=_FSDP_MICRO,
+        limit=0.8,
+    ),
+    Row(
+        name="zero3, one pass",
+        peer="FSDP2, kept gathered over 8 micro-batches",
+        workload="gpt-micro",
+        ranks=2,
+        ours=_ONE_PASS,
+        theirs=_FSDP_GATHERED_MICRO,
+        limit=1.0,
     ),
     Row(
         name="Megatron-core, zero2",
@@ -171,19 +216,28 @@ PEAKS = [
     Row(
         name=f"{name}: peak memory of a rank",
         peer=peer,
-        workload="gpt-12",
+        workload=workload,
         ranks=2,
         ours=mine,
         theirs=theirs,
         needs=needs,
     )
-    for name, mine, peer, theirs, needs in (
-        ("zero2", _ZERO2, "DDP", _DDP, None),
-        ("zero2", _ZERO2, "FSDP2, kept gathered", _FSDP_ZERO2, None),
-        ("zero2", _ZERO2, "DeepSpeed ZeRO-2", _DEEPSPEED_2, "deepspeed"),
-        ("zero3, 3 blocks", _ZERO3, "FSDP2", _FSDP, None),
-        ("zero3, 3 blocks", _ZERO3, "DeepSpeed ZeRO-3", _DEEPSPEED_3, "deepspeed"),
-        ("offload, 3 blocks", _OFFLOAD, "DeepSpeed ZeRO-3, offloaded", _DEEPSPEED_OFFLOAD, "deepspeed"),
+    for workload, name, mine, peer, theirs, needs in (
+        ("gpt-12", "zero2", _ZERO2, "DDP", _DDP, None),
+        ("gpt-12", "zero2", _ZERO2, "FSDP2, kept gathered", _FSDP_ZERO2, None),
+        ("gpt-12", "zero2", _ZERO2, "DeepSpeed ZeRO-2", _DEEPSPEED_2, "deepspeed"),
+        ("gpt-12", "zero3, 3 blocks", _ZERO3, "FSDP2", _FSDP, None),
+        ("gpt-12", "zero3, 3 blocks", _ZERO3, "DeepSpeed ZeRO-3", _DEEPSPEED_3, "deepspeed"),
+        ("gpt-12", "offload, 3 blocks", _OFFLOAD, "DeepSpeed ZeRO-3, offloaded", _DEEPSPEED_OFFLOAD, "deepspeed"),
+        ("gpt-12-micro", "zero3, one pass", _ONE_PASS, "FSDP2, 8 micro-batches", _FSDP_MICRO, None),
+        (
+            "gpt-12-micro",
+            "zero3, one pass",
+            _ONE_PASS,
+            "FSDP2, kept gathered over 8 micro-batches",
+            _FSDP_GATHERED_MICRO,
+            None,
+        ),
     )
 ]
 """Bytes instead of times."""
