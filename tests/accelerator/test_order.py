@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.accelerator.order import DELAYS, differing, leaves
-from tests.support.order_cases import LATE, TELLING, Case
+from tests.support.order_cases import LATE, TELLING, TOGETHER, Case
 
 
-@pytest.mark.parametrize(("world", "case"), [*TELLING, *((1, case) for case in LATE)])
+@pytest.mark.parametrize(("world", "case"), [*TELLING, *((1, case) for case in LATE), *TOGETHER])
 def test_late_streams_change_no_bit(threads: Any, world: int, case: Case) -> None:
     wanted = threads(world).run(leaves, case)[0]
     for late in DELAYS[world]:

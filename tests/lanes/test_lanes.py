@@ -17,7 +17,7 @@ from tests.lanes.cases import (
 )
 from tests.lanes.faults import FAULTS
 from tests.support.cases import with_further
-from tests.support.order_cases import ADDED_LATE, LATE, TELLING, Case
+from tests.support.order_cases import ADDED_LATE, LATE, TELLING, TOGETHER, Case
 from tests.support.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -65,7 +65,7 @@ def test_no_race_and_one_order_on_all_ranks_in_many_cases(world: int, ranks: Ran
     assert not faults_of(ranks(world).run(run, case)), case
 
 
-@pytest.mark.parametrize(("world", "case"), TELLING)
+@pytest.mark.parametrize(("world", "case"), [*TELLING, *TOGETHER])
 def test_the_telling_runs_are_sound(world: int, case: Case, ranks: Ranks) -> None:
     assert not faults_of(ranks(world).run(run, case))
 

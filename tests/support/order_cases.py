@@ -23,8 +23,22 @@ from tests.support.cases import least_said
 WIDTH = 8
 PARTS = ("plain", "bias", "tied", "reused", "checkpointed", "reentrant", "mixture", "residual", "frozen", "beside")
 MIXTURES = ("mixture", "residual", "swapped")
-HABITS = ("evaluation", "view", "failing", "late", "read", "write", "save", "clip", "norms", "value", "early")
-"""Those that are drawn; "aside", "between", "load" and "modes" are for chosen runs."""
+HABITS = (
+    "evaluation",
+    "view",
+    "failing",
+    "late",
+    "read",
+    "write",
+    "save",
+    "clip",
+    "norms",
+    "value",
+    "early",
+    "together",
+)
+"""Those that are drawn; "aside", "between", "load" and "modes" are for chosen runs. With "together", micro-batches pass
+each layer together, and nothing runs between them."""
 PLANS = {
     "ddp": replace(em.Plan.ddp(), chunk_numel=4 * WIDTH * WIDTH + 64),
     "zero2": em.Plan.zero2(),
@@ -179,6 +193,19 @@ LATE = [
 """Runs under each plan that moves weights."""
 
 
+TOGETHER = [
+    (world, Case(parts=parts, plan=plan, blocks=0, half=half, accumulation=3, habits=habits | {"together"}, away=away))
+    for world, parts, plan, half, habits, away in (
+        (2, ("plain", "tied", "mixture", "bias"), "zero3", True, frozenset({"clip"}), False),
+        (1, ("plain", "checkpointed", "tied", "reentrant"), "zero3", False, frozenset({"read"}), True),
+        (1, ("plain", "beside", "frozen", "plain"), "offload", True, frozenset({"early"}), False),
+        (1, ("plain", "bias", "reused", "plain"), "disk", True, frozenset({"save"}), False),
+        (1, ("plain", "tied", "checkpointed", "plain"), "values on disk", False, frozenset({"write"}), False),
+    )
+]
+"""Runs whose micro-batches pass each layer together: (ranks, case)."""
+
+
 class Platform(Protocol):
     """A device with a second stream for compute."""
 
@@ -284,7 +311,8 @@ class _Model(nn.Module):
         self.kinds = case.parts
         self.parts = nn.ModuleList(self._part(kind, mesh) for kind in case.parts)
         self.fails = False
-        self.parts[0].keeps = bool(case.habits & {"view", "late"})  # type: ignore[assignment]
+        self.together = "together" in case.habits
+        self.parts[0].keeps = bool(case.habits & {"view", "late"}) and not self.together  # type: ignore[assignment]
         self.aux: Tensor | float = 0.0
 
     def _part(self, kind: str, mesh: Any) -> nn.Module:
@@ -300,19 +328,21 @@ class _Model(nn.Module):
         return part.requires_grad_(kind != "frozen")
 
     def forward(self, x: Tensor) -> Tensor:
-        self.aux = 0.0
+        sum_of_aux: Tensor | float = 0.0
         for place, (kind, part) in enumerate(zip(self.kinds, self.parts, strict=True)):
             if self.fails and place == len(self.kinds) // 2:
                 x = _Fails.apply(x)  # type: ignore[no-untyped-call]
             if kind in MIXTURES:
                 out, aux = part(x)
-                x, self.aux = x + out, self.aux + aux
+                x, sum_of_aux = x + out, sum_of_aux + aux
             elif kind in ("checkpointed", "reentrant"):
                 x = checkpoint(part, x, use_reentrant=kind == "reentrant")
             else:
                 x = part(x)
             if kind == "reused":
                 x = part(x)
+        if not self.together:
+            self.aux = sum_of_aux
         return x
 
 
@@ -353,11 +383,10 @@ def take_step(case: Case, platform: Platform, model: Any, optimizer: Any, step: 
     has = case.habits.__contains__
     first = model.parts[0]
     early = has("early") and not has("between")
-    for micro in range(case.accumulation):
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
-        if case.half:
-            inputs = inputs.bfloat16()
-        inputs = platform.given(inputs)
+    if has("together"):
+        inputs = _run_together(case, platform, model, optimizer, step)
+    for micro in () if has("together") else range(case.accumulation):
+        inputs = _inputs(case, platform, step, micro)
         if has("modes"):
             optimizer.train()
         if has("between"):  # nothing is fetched after this norm where blocks suffice
@@ -420,6 +449,27 @@ def take_step(case: Case, platform: Platform, model: Any, optimizer: Any, step: 
         if step == 0:
             loss.backward()
         em.load(folder, model, optimizer)
+
+
+def _inputs(case: Case, platform: Platform, step: int, micro: int) -> Tensor:
+    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+    return platform.given(inputs.bfloat16() if case.half else inputs)
+
+
+def _run_together(case: Case, platform: Platform, model: Any, optimizer: Any, step: int) -> Tensor:
+    """Forward and backward of micro-batches that pass each layer together; returns the last one."""
+    batches = [_inputs(case, platform, step, micro) for micro in range(case.accumulation)]
+    early = "early" in case.habits
+
+    def loss_of(model: Any, inputs: Tensor) -> Tensor:
+        loss: Tensor = model(inputs).float().square().mean()
+        return loss + next(model.parameters()).float().square().sum() if "read" in case.habits else loss
+
+    with optimizer.update_in_backward() if early else nullcontext():
+        em.accumulate(model, loss_of, batches)
+    if early:
+        _let_begin(optimizer)
+    return batches[-1]
 
 
 def _let_begin(optimizer: Any) -> None:
