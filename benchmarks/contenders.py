@@ -65,7 +65,7 @@ class Accumulating(Contender):
     """Forward and backward of micro-batches; returns their losses."""
 
     def step(self, batch: Tensor) -> Tensor:
-        """As `Contender.step`, with the rows of the batch cut into micro-batches."""
+        """Cuts the rows of the batch into micro-batches; else like `Contender.step`."""
         losses = self.accumulate(self.model, batch.chunk(MICRO_BATCHES))
         self.optimizer.step()
         self.optimizer.zero_grad()
