@@ -28,6 +28,7 @@ from tests.support.rules import ROOT
 KEPT = ROOT / "build" / "mutations"
 UNSEEN = {
     ("elixir_moe.memory.host_sums", "self._given += 1"): "three buffers are taken in turn by ones and by twos",
+    ("elixir_moe.runtime.reductions", "self._streams.enter_compute()"): "autograd orders the end of a backward itself",
 }
 """Why no test can notice a mutation, by module and statement."""
 GROUPS = {

@@ -7,7 +7,10 @@ import signal
 import pytest
 import torch
 
-from tests.accelerator.device import delayed, held, limited, native
+from elixir_moe.chunks.plan import Tier
+from elixir_moe.memory.host_mapping import HostMapping
+from elixir_moe.memory.slabs import Slab
+from tests.accelerator.device import NAME, delayed, held, limited, native
 from tests.accelerator.runner import on_device
 
 MIB = 1 << 20
@@ -198,3 +201,14 @@ def test_a_resized_storage_keeps_its_content() -> None:
     assert numbers.cpu().sum().item() == 1000
     storage.resize_(0)
     assert storage.nbytes() == 0
+
+
+@on_device()
+def test_host_memory_of_the_library_that_travels_is_pinned() -> None:
+    device, nbytes = torch.device(NAME, 0), 4096
+    torch.ones(1).pin_memory()  # before, torch takes no memory for pinned
+    slab = Slab(nbytes, torch.uint8, Tier.HOST, device, travels=True)
+    assert slab.allocate(nbytes).is_pinned()
+    descriptor = os.memfd_create("shared")
+    os.truncate(descriptor, nbytes)
+    assert HostMapping(descriptor, nbytes, device).memory.is_pinned()
