@@ -140,6 +140,7 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
             "losses": [loss.item() for loss in losses],
             "build_seconds": ready,
             "device_bytes": device_bytes,
+            "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if cuda else None,
             "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
             "host_peak_bytes": _host_peak(),
         }
@@ -236,17 +237,15 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
     fill(model.module)
     model.ties(model.module)
     sample = torch.zeros(model.batch, model.seq_len + 1, dtype=torch.int64)
-    one_pass, loss = case.contender == "ours-one-pass", model.loss
-    budget, accumulation = int(FITS * device_bytes), case.accumulation
-    if accumulation > MOST_OF_FEW:
-        loss = model.loss_without_logits or loss
-    if (
-        one_pass
-    ):  # the search knows of one micro-batch: the inputs of recomputed layers, and logits in fp32, of the others
-        logits = 0 if model.loss_without_logits else 6 * model.vocab_size
-        kept = sample[:, 1:].numel() * (2 * model.width * (len(model.blocks) + 2) + logits)
-        budget, accumulation = budget - (accumulation - 1) * kept, 1
-    plan = em.Plan.auto(loss, sample, budget=budget, accumulation=accumulation)
+    one_pass = case.contender == "ours-one-pass"
+    loss = (model.loss_without_logits if case.accumulation > MOST_OF_FEW else None) or model.loss
+    plan = em.Plan.auto(
+        loss,
+        sample,
+        budget=int(FITS * device_bytes),
+        accumulation=case.accumulation,
+        batches_per_pass=case.accumulation if one_pass else 1,
+    )
     module, optimizer = em.wrap(model.module, torch.optim.AdamW(model.module.parameters(), lr=LEARNING_RATE), plan=plan)
     found = em.inspect(module)
     print(found.plan, found.plan.explain(), sep="\n", flush=True)

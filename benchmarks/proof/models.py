@@ -37,10 +37,8 @@ class Model:
     """Sequences of a micro-batch."""
     chosen: float
     """The fraction of the experts that a token meets."""
-    width: int
-    """Elements of a token between layers."""
     loss_without_logits: Callable[[nn.Module, Tensor], Tensor] | None = None
-    """The same by `em.linear_cross_entropy`, for ours where a pass of many micro-batches would keep their logits."""
+    """`loss` by `em.linear_cross_entropy`, for ours where a pass of many micro-batches would keep their logits."""
     ties: Callable[[nn.Module], None] = lambda module: None
     """Ties again what leaves the meta device untied."""
 
@@ -82,7 +80,6 @@ def build(name: str, *, toy: bool, layers: int | None = None) -> Model:
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
         batch=2 if toy or little else 8,
-        width=config.d_model,
         chosen=config.top_k / max(1, sum(config.experts) / max(1, sum(map(bool, config.experts)))),
         ties=tie,
     )
@@ -167,7 +164,6 @@ def _qwen3(toy: bool, layers: int | None) -> Model:
         seq_len=16 if toy else 1024,
         batch=2 if toy else 4,
         chosen=config.num_experts_per_tok / config.num_experts,
-        width=config.hidden_size,
         loss_without_logits=_causal_loss_without_logits,
     )
 

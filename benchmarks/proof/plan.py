@@ -25,10 +25,10 @@ IN_LITTLE: dict[str, tuple[int, tuple[str, ...]]] = {
     "qwen3-30b-a3b-lora-24g": (24, (ONE_PASS, "fsdp2-offload")),
     "gpt2-5.5b-24g": (24, (ONE_PASS, "fsdp2-offload")),
 }
-"""The same in the memory of a small card: steps of `MANY` micro-batches, by passes and by the plain loop."""
+"""Models for a card of little memory: steps of `MANY` micro-batches, in one pass and by the plain loop."""
 MANY = 8
 ROWS = {accumulation: MODELS for accumulation in (1, 4)} | {MANY: IN_LITTLE}
-"""{micro-batches of a step: {model: (GiB, contenders beside ours)}}."""
+"""{micro-batches of a step: {model: (GiB, other contenders than ours)}}."""
 WANTED_OF_PEER, WANTED_OF_BOUND = 1.5, 0.85
 """The targets for ours: a multiple of the best offloading peer's tokens a second, and a fraction of the bound."""
 
@@ -66,12 +66,12 @@ def steps(out: Path, machine: dict[str, Any], environment: dict[str, str]) -> li
         *(_case(first, contender, 1) for contender in _QUICK),
         _module("rates", seconds=60),
         *(_case(second, contender, 1) for contender in _QUICK),
-        *(_case(model, ONE_PASS, MANY, trace=out / f"trace-{model}.json.gz") for model in IN_LITTLE),
-        *(_case(model, contender, MANY) for contender in _QUICK for model in IN_LITTLE),
         Step(name="tests", command=(*pytest, *together, "tests/gpu", *_OTHER_TESTS * on_gpu), seconds=240),
         replace(_module("tests.support.gpu_cases", seconds=90), name="sanitizer", environment=sanitized),
-        *(_module("plain", model, seconds=60) for model in (*MODELS, *IN_LITTLE)),
         _module("decoding", seconds=60),
+        *(_module("plain", model, seconds=60) for model in MODELS),
+        *(_case(model, contender, MANY) for contender in (ONE_PASS, *_QUICK) for model in IN_LITTLE),
+        *(_module("plain", model, seconds=60) for model in IN_LITTLE),
         *(_case(model, contender, 1) for model in others for contender in ("ours", *MODELS[model][1])),
         *(_case(model, contender, 4) for model in MODELS for contender in ("ours", *MODELS[model][1])),
         *(_case(model, peer, 1) for model in (first, second) for peer in MODELS[model][1] if peer not in _QUICK),
@@ -94,7 +94,7 @@ _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collec
 """Appended, for the library comes from PYTHONPATH, wherever the tests are."""
 _PROCESSES = 8
 """Processes that test side by side on one GPU, where pytest-xdist is."""
-_FIRST_PARITY = "(dense or mixture) and (zero3 or auto)"
+_FIRST_PARITY = "every_plan and (dense or mixture) and (zero3 or auto)"
 _QUICK = ("ours", "fsdp2-offload")
 """The contenders that are measured first: a ratio says more than a figure."""
 _OTHER_TESTS = ("tests/moe/test_moe.py",)
@@ -113,8 +113,7 @@ def _case(model: str, contender: str, accumulation: int, *, trace: Path | None =
         "limit_gib": (MODELS | IN_LITTLE)[model][0],
     }
     command = [_PYTHON, "-m", "benchmarks.proof.case", json.dumps(case)]
-    measured = trace is None or contender == ONE_PASS
-    name = bench_name(model, contender, accumulation) if measured else trace_name(model)
+    name = bench_name(model, contender, accumulation) if trace is None else trace_name(model)
     seconds = max(MORE_SECONDS.get(part, SECONDS) for part in (model, contender))
     return Step(name=name, command=(*command, *(["--trace", str(trace)] if trace else [])), seconds=seconds)
 

@@ -87,7 +87,7 @@ class Turns(Generic[T]):
         self._numbers: dict[int, int] = {}
         """{thread: its forward}."""
         self._ended: list[threading.Event] = []
-        """Of each forward that was started: set when it has done all its work."""
+        """One for each forward that was started, set when it has done all its work."""
 
     def run(self) -> list[T]:
         """Runs all forwards; returns their results. Raises the first error of any, after all have ended."""
