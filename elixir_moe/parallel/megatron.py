@@ -206,6 +206,31 @@ class Routers:
             router.reset_global_aux_loss_tracker()
 
 
+class TokenDispatchers:
+    """Megatron's token dispatchers, which keep parts of a forward: each micro-batch has attributes of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [module for module in model.modules() if _of_megatron(type(module))]
+        found = [layer.token_dispatcher for layer in layers if hasattr(layer, "token_dispatcher")]
+        self._dispatchers = [*found, *(one._comm_manager for one in found if hasattr(one, "_comm_manager"))]
+        self._before = self._present()
+        self._left: dict[int, list[dict[str, Any]]] = {}
+        """By micro-batch: the attributes when its turn ended."""
+
+    def _present(self) -> list[dict[str, Any]]:
+        return [dict(vars(dispatcher)) for dispatcher in self._dispatchers]
+
+    def suspend(self, number: int) -> None:
+        """Keeps the attributes that a micro-batch leaves."""
+        self._left[number] = self._present()
+
+    def resume(self, number: int) -> None:
+        """Restores the attributes that a micro-batch has left, or those before the first one."""
+        for dispatcher, kept in zip(self._dispatchers, self._left.pop(number, self._before), strict=True):
+            vars(dispatcher).clear()
+            vars(dispatcher).update(kept)
+
+
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Renames `state`, a `full_state_dict` of an annotated Megatron model, to the names that one process would use.
 

@@ -44,6 +44,7 @@ from elixir_moe.chunks.step_machine import ParamId, StepMachine, Unit
 from elixir_moe.distributed.waits import WAITS
 from elixir_moe.errors import UsageError
 from elixir_moe.parallel.dtensor import placed_like
+from elixir_moe.parallel.megatron import TokenDispatchers
 from elixir_moe.parallel.state_dict import unparametrized
 from elixir_moe.runtime.autograd import Hook, hook_outputs, in_backward, in_function
 from elixir_moe.runtime.chunk import Placeholder
@@ -367,12 +368,16 @@ class Hooks:
             resume, suspend: called with the number of a forward on its thread when its turn begins, and when it ends.
         """
 
+        dispatchers = TokenDispatchers(self._root)
+
         def begin_turn(number: int) -> None:
             self._resume(number)
+            dispatchers.resume(number)
             resume(number)
 
         def end_turn(number: int) -> None:
             suspend(number)
+            dispatchers.suspend(number)
             self._suspend(number)
 
         self._phase.require(READABLE, "em.accumulate")

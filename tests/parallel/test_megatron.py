@@ -135,6 +135,34 @@ def test_every_layout_and_plan(
         run("the least offload", em.Plan.offload(rcache_blocks=1, device_chunks=index % 4, chunk_numel=chunk))
 
 
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        pytest.param(
+            world, case, id=f"{world}-{i}", marks=[pytest.mark.slow] if (world, i) not in ((1, 1), (2, 5)) else []
+        )
+        for world, cases in CASES.items()
+        for i, case in enumerate(cases)
+    ],
+)
+def test_batches_that_pass_each_layer_together(
+    world: int, case: Case, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+) -> None:
+    if case.grouped and not LEGACY_GROUPED:
+        pytest.skip("this Megatron-core has no GroupedMLP")
+    chunk = CHUNK * 2 if case.gated or case.shared_expert or case.grouped else CHUNK
+    loop = 3, 0.5
+    wanted = oracle(case, *loop, world // case.tp if case.aux else 1)
+    for plan in (
+        em.Plan.zero3(rcache_blocks=1, chunk_numel=chunk),
+        em.Plan.offload(rcache_blocks=1, chunk_numel=chunk),
+    ):
+        found = ranks(world).run(wrapped, case, plan, *loop, wanted["start"], at_once=True)
+        for rank, result in enumerate(found):
+            compare(result, wanted, f"world {world} {case} {plan} rank {rank}")
+            assert result["statistics"]["blocks_replaced"] == 0
+
+
 TE_GROUPED = {
     "biases": (2, Case(ep=2, experts=4, te_grouped=True)),
     "cut and gated": (2, Case(**SP, etp=2, **NO_BIAS, gated=True, te_grouped=True)),

@@ -447,6 +447,11 @@ def _accumulate(model: nn.Module, batches: list[Tensor], parts: int) -> float:
     return total
 
 
+def _at_once(model: nn.Module, batches: list[Tensor]) -> float:
+    with aux_scale(1 / len(batches)):
+        return sum(loss.item() / len(batches) for loss in em.accumulate(model, lm_loss, batches))
+
+
 def _pipeline(model: nn.Module, batches: list[Tensor]) -> float:
     """Megatron's 1F1B schedule; the loss is known to the last stage only."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -479,15 +484,29 @@ def _balance(model: Any) -> None:
 
 
 def train(
-    model: nn.Module, optimizer: Any, accumulation: int, clip: float | None, rank: int, world: int, parts: int = 1
+    model: nn.Module,
+    optimizer: Any,
+    accumulation: int,
+    clip: float | None,
+    rank: int,
+    world: int,
+    parts: int = 1,
+    *,
+    at_once: bool = False,
 ) -> dict[str, Any]:
-    """The same loop for the plain and the wrapped model; `parts` cuts each micro-batch, as data parallelism would."""
+    """The same loop for the plain and the wrapped model; with `at_once`, by `em.accumulate`.
+
+    `parts` cuts each micro-batch, as data parallelism would.
+    """
     whole = model.pre_process and model.post_process
     rows = ROWS // world
     losses, norms = [], []
     for step in range(STEPS):
         batches = [tokens(step, micro, SEQ, VOCAB)[rank * rows : (rank + 1) * rows] for micro in range(accumulation)]
-        total = _accumulate(model, batches, parts) if whole else _pipeline(model, batches)
+        if at_once:
+            total = _at_once(model, batches)
+        else:
+            total = _accumulate(model, batches, parts) if whole else _pipeline(model, batches)
         plain = not isinstance(optimizer, em.ShardedOptimizer)
         if plain:
             _balance(model)
@@ -511,7 +530,9 @@ def plain(case: Case, accumulation: int, clip: float | None, parts: int = 1) -> 
         return {**result, "start": start, "state": state_of(model)}
 
 
-def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start: dict[str, Tensor]) -> dict[str, Any]:
+def wrapped(
+    case: Case, plan: Any, accumulation: int, clip: float | None, start: dict[str, Tensor], *, at_once: bool = False
+) -> dict[str, Any]:
     """The same run on this rank under `plan`, which "auto" finds for a machine of four GPUs."""
     with shims(), model_parallel(case):
         model = build(case)
@@ -525,7 +546,7 @@ def wrapped(case: Case, plan: Any, accumulation: int, clip: float | None, start:
         elif plan.rcache_blocks != "all" and case.pp == 1:
             options = {"sample": sample, "step": lm_loss}
         model, optimizer = wrap_with_least(model, plan, options)
-        result = train(model, optimizer, accumulation, clip, rank, world)
+        result = train(model, optimizer, accumulation, clip, rank, world, at_once=at_once)
         losses = torch.tensor(result["loss"], dtype=torch.float64)
         dist.all_reduce(losses)
         result["loss"] = (losses * case.pp / dist.get_world_size()).tolist()
