@@ -8,9 +8,9 @@ the same way, since autograd takes the nodes made last first. So each weight is 
 backward, and each gradient is reduced once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -53,7 +53,8 @@ def accumulate(
 
     `step` runs on a thread of its own for each batch, one at a time. It must keep nothing on modules, or in a list that
     a forward hook fills, from one layer to a later one; what it changes for all batches, such as `model.eval()`, peft's
-    `disable_adapter()` or `torch.backends`, belongs around this call.
+    `disable_adapter()` or `torch.backends`, belongs around this call. A lock that `step` holds while a layer runs must
+    not be one that other batches wait for: they would wait forever.
 
     Args:
         model: a wrapped model.
@@ -66,18 +67,28 @@ def accumulate(
         The losses without their weights, detached.
 
     Raises:
-        UsageError: the model is not wrapped; there are no batches, or not as many weights; `step` returns anything but
-            a scalar with a graph; ranks have different numbers of batches; `step` starts threads, calls backward, or
-            calls the optimizer; or the first call with this step finds that one batch changes what another then reads:
-            a tensor that a module keeps, ``training``, or ``requires_grad``.
+        UsageError: the model is not wrapped; there are no batches, or not as many weights, or one is not finite; `step`
+            returns anything but a scalar with a graph; ranks have different numbers of batches; `step` starts threads,
+            calls backward, the optimizer, `em.save` or `em.load`; or the first call with this step finds that one batch
+            changes what another then reads: a tensor that a module keeps, ``training``, or ``requires_grad``.
     """
     wrapped = require_wrapped(model, "accumulate", ": without wrap, call backward for each batch")
+    if isinstance(batches, Mapping):
+        raise UsageError(
+            f"accumulate got one {type(batches).__name__} as batches: pass a list of batches, [batch] if it is one"
+        )
     given = list(batches)
     factors = [1 / len(given) for _ in given] if weights is None else list(weights)
+    together = wrapped.plan.batches_together(wrapped.layout, len(given)) if _can_take_turns() else 1
     if len(wrapped.spec.ranks) > 1:
         agree(
             "em.accumulate",
-            {"number of batches": len(given), "number of weights": len(factors)},
+            {
+                "number of batches": len(given),
+                "number of weights": len(factors),
+                "number of weights that are finite": sum(map(_is_weight, factors)),
+                "number of batches that pass each layer together": together,
+            },
             wrapped.groups.peers_group,
             remedy="pass equally many on every rank, an empty one with weight 0 where there are fewer",
         )
@@ -86,18 +97,26 @@ def accumulate(
     if len(factors) != len(given):
         raise UsageError(f"accumulate got {len(given)} batches and {len(factors)} weights: expected a weight for each")
     for factor in factors:
-        if not (isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1)):
-            raise UsageError(f"accumulate got the weight {factor!r}: expected a number, or a tensor with one element")
+        if not _is_weight(factor):
+            raise UsageError(
+                f"accumulate got the weight {factor!r}: expected a finite number, or a tensor with one element"
+            )
     if len(given) == 1:
         return _backward([_loss(step, model, given[0])], factors)
     states = [seeded_states(seed) for seed in torch.randint(2**62, (len(given),)).tolist()]
-    together = wrapped.plan.batches_together(wrapped.layout, len(given)) if _can_take_turns() else 1
     losses = []
     for first in range(0, len(given), together):
         these, is_last = slice(first, first + together), first + together >= len(given)
         with nullcontext() if is_last else wrapped.scheduler.reductions.before_others():
             losses += _backward(_losses(wrapped, step, model, given[these], states[these]), factors[these])
     return losses
+
+
+def _is_weight(factor: object) -> bool:
+    """Whether a number, or a tensor with one element, is finite; the host does not wait for a device."""
+    if isinstance(factor, Tensor):
+        return factor.numel() == 1 and (factor.device.type != "cpu" or bool(factor.isfinite()))
+    return isinstance(factor, Real) and math.isfinite(factor)
 
 
 def _losses(
@@ -226,7 +245,8 @@ class _Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
-        self._left: dict[int, dict[tuple[str, str], object]] = {}
+        self._places = list(_places_of(self._modules))
+        self._left: dict[int, dict[tuple[str, object], object]] = {}
         """By batch: the state of the modules when its turn ended."""
 
     def suspend(self, number: int) -> None:
@@ -248,17 +268,31 @@ class _Watch:
                     f"outside of the step; or call backward for each batch"
                 )
 
-    def _state(self) -> Iterator[tuple[tuple[str, str], object]]:
-        """The tensors that modules keep, whether modules are in training and what is trainable.
+    def _state(self) -> Iterator[tuple[tuple[str, object], object]]:
+        """The tensors that are kept in these places, whether modules are in training and what is trainable.
 
         Tensors of integers are taken for counts, which no layer reads.
         """
         with DisableTorchFunctionSubclass():  # wrapped parameters take 20 us for each question otherwise
-            for name, module in self._modules:
-                yield (name, "training"), module.training
-                for key, value in chain(vars(module).items(), module._buffers.items()):
+            for name, place in self._places:
+                for key, value in list(place.items()) if isinstance(place, dict) else enumerate(place):
                     if isinstance(value, Tensor) and (value.is_floating_point() or value.dtype is torch.bool):
                         yield (name, key), value
+            for name, module in self._modules:
+                yield (name, "training"), module.training
                 for key, p in module._parameters.items():
                     if p is not None:
                         yield (name, f"{key}.requires_grad"), p.requires_grad
+
+
+def _places_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[Any, Any] | list[Any]]]:
+    """(name, place) wherever modules may keep tensors: attributes, buffers, and lists, dicts and objects on them."""
+    seen = set()
+    for name, module in modules:
+        yield name, vars(module)
+        yield name, module._buffers
+        for key, value in vars(module).items():
+            place = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
+            if place is not None and not isinstance(value, (Tensor, nn.Module, type)) and id(place) not in seen:
+                seen.add(id(place))
+                yield f"{name}.{key}".lstrip("."), place

@@ -219,7 +219,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ElixirError: a gradient is not finite; on all ranks, naming the parameters. No weight has changed, unless
                 updates have begun in backward.
         """
-        self._hooks.refuse_in_turn()
         loss = None
         if closure is not None:
             with torch.enable_grad():

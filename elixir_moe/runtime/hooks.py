@@ -203,7 +203,7 @@ class Hooks:
             self._begin_backward()
             self._find_micro_batch()
         elif not self._stack.calls or module is self._root:
-            self._phase.require(READABLE, "a forward of the model")
+            self._phase.require_for_forward(READABLE, "a forward of the model")
             self._begin()
         elif self._thread != threading.get_ident():
             raise UsageError(_TWO_THREADS)
@@ -348,11 +348,6 @@ class Hooks:
 
     # ------------------------------------------------------------------------------------------------------------ turns
 
-    def refuse_in_turn(self) -> None:
-        """Raises UsageError in one of the forwards that take turns."""
-        if self._turns is not None:
-            self._turns.refuse_mine()
-
     def run_in_turns(
         self,
         forwards: Sequence[Callable[[], T]],
@@ -385,7 +380,7 @@ class Hooks:
         stack = self._stack
         try:
             self._turns = Turns(self._threads, forwards, begin_turn, end_turn)
-            self._phase.begin_turns()
+            self._phase.begin_turns(self._turns.is_mine)
             self.machine.begin_turns()
             self._sum_in_fp32()
             self._turn_starts, self._next_number = [], max(self._next_number, next_sequence_number())

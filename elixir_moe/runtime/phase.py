@@ -28,7 +28,7 @@ Interrupts. A state is one attribute. Work that may stop halfway begins with the
 one last, so that an interrupt at any place leaves a state that is true.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -106,8 +106,8 @@ class Phase:
         self.place: Place = 0, 0
         """This rank's place in training; ranks that train together are at the same one."""
         self._running = IDLE
-        self._takes_turns = False
-        """Several forwards take turns, which count as one call."""
+        self._in_turn: Callable[[], bool] | None = None
+        """Whether the caller runs in one of several forwards that take turns, which count as one call."""
         self._state: tuple[State, str] = READY, ""
         """The state, and why it is one that refuses."""
         self._uncut: tuple[State, str] | None = None
@@ -134,6 +134,15 @@ class Phase:
             raise kind(_REFUSALS[now].format(what=what, why=self._state[1]))
 
     def require(self, allowed: Sequence[State], what: str) -> None:
+        """Like `require_for_forward`, for calls that cannot run in a forward of `em.accumulate` either."""
+        if self._in_turn is not None and self._in_turn():
+            raise UsageError(
+                f"{what} inside em.accumulate: its `step` only computes the loss of a batch; call it when accumulate "
+                f"has returned"
+            )
+        self.require_for_forward(allowed, what)
+
+    def require_for_forward(self, allowed: Sequence[State], what: str) -> None:
         """Checks a call of a user, like `check`: it cannot run in a backward or inside ``em.unsharded``."""
         if self._running is BACKWARD:
             if in_backward():
@@ -191,23 +200,26 @@ class Phase:
 
     def end_call(self) -> None:
         """Called when an outermost call or read has ended, or user code inside ``em.unsharded`` begins."""
-        if self._running is FORWARD and not self._takes_turns:  # else a backward in it has failed
+        if self._running is FORWARD and self._in_turn is None:  # else a backward in it has failed
             self._running = IDLE
 
-    def begin_turns(self) -> None:
-        """Called when forwards begin that take turns: until `end_turns`, they are one call."""
-        self._running, self._takes_turns = FORWARD, True
+    def begin_turns(self, in_turn: Callable[[], bool]) -> None:
+        """Called when forwards begin that take turns: until `end_turns`, they are one call.
+
+        `in_turn` tells whether its caller runs in one of them.
+        """
+        self._running, self._in_turn = FORWARD, in_turn
 
     def end_turns(self) -> None:
         """Called when all forwards that take turns have ended."""
-        self._takes_turns = False
+        self._in_turn = None
         self.end_call()
 
     def begin_backward(self) -> None:
         """Called when a backward begins. Raises UsageError or OutOfStepError if none may."""
         if self._running is BACKWARD:
             self.drop_gradients()  # the one before has failed
-        if self._takes_turns:
+        if self._in_turn is not None:
             raise UsageError(
                 "a backward inside em.accumulate: let its `step` return the loss, whose backward accumulate runs; a "
                 "step with a backward of its own needs the plain loop"
@@ -226,7 +238,7 @@ class Phase:
         if self._running is BACKWARD:
             self.drop_gradients()
         self.aborted = True
-        self._running, self._takes_turns = IDLE, False
+        self._running, self._in_turn = IDLE, None
         self.blocks.clear()
 
     def recover(self) -> None:

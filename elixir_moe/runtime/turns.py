@@ -19,8 +19,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from elixir_moe.errors import UsageError
-
 T = TypeVar("T")
 
 
@@ -107,7 +105,7 @@ class Turns(Generic[T]):
 
         The one whose turn it is runs on until it would hand its turn on.
         """
-        self.refuse_mine()
+        assert not self.is_mine(), "`Phase.require` refuses this"
         self._ending = True
         for wake in self._wakes:
             wake.put(None)
@@ -117,14 +115,6 @@ class Turns(Generic[T]):
         """Waits for the end of all forwards that were started."""
         for ended in self._ended:
             ended.wait()
-
-    def refuse_mine(self) -> None:
-        """Raises UsageError in one of the forwards."""
-        if self.is_mine():
-            raise UsageError(
-                "zero_grad, step or a reset inside em.accumulate: its `step` only computes the loss of a batch; call "
-                "the optimizer when accumulate has returned"
-            )
 
     def is_mine(self) -> bool:
         """Whether the caller runs in one of the forwards."""

@@ -6,6 +6,9 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -15,6 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import elixir_moe as em
 from tests.runtime.test_interrupts import Interrupt, restore_torch
@@ -448,6 +452,32 @@ def test_a_module_that_keeps_a_tensor_is_refused(graph: bool, buffer: bool, clea
     optimizer.close()
 
 
+class KeepsElsewhere(Tied):
+    """Keeps a tensor of its batch in an object or in a list."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.namespace, self.series = place, SimpleNamespace(kept=None), list[Tensor]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = self.embedding(ids)
+        if self.place == "namespace":
+            self.namespace.kept = embedded
+            return super().forward(ids) * self.namespace.kept.mean()
+        self.series.append(embedded)
+        return super().forward(ids) * self.series[-1].mean()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("place", ["namespace", "series"])
+def test_an_object_that_keeps_a_tensor_is_refused(place: str) -> None:
+    model, optimizer = wrap(KeepsElsewhere(place), PLANS["offload"])
+    with pytest.raises(em.UsageError, match=f"the step changes .* of module '{place}' while another batch"):
+        em.accumulate(model, loss_of, batches_of(2))
+    optimizer.zero_grad()
+    optimizer.close()
+
+
 def evaluated_first(model: nn.Module, ids: Tensor) -> Tensor:
     model.eval()
     with torch.no_grad():
@@ -497,7 +527,7 @@ def in_a_thread(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_cannot_pass_side_by_side_is_refused() -> None:
+def test_what_cannot_pass_side_by_side_is_refused(tmp_path: Path) -> None:
     batches = batches_of(2)
     with pytest.raises(em.UsageError, match="accumulate needs a model that went through wrap"):
         em.accumulate(Tied(), loss_of, batches)
@@ -516,7 +546,26 @@ def test_what_cannot_pass_side_by_side_is_refused() -> None:
         optimizer.step()
         return loss
 
+    def clips(model: nn.Module, ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids)
+        optimizer.clip_grad_norm_(1.0)
+        return loss
+
+    def saves(model: nn.Module, ids: Tensor) -> Tensor:
+        em.save(tmp_path / "inside", model, optimizer)
+        return loss_of(model, ids)
+
+    def reads_all(model: nn.Module, ids: Tensor) -> Tensor:
+        em.full_state_dict(model)
+        return loss_of(model, ids)
+
+    def nested(model: nn.Module, ids: Tensor) -> Tensor:
+        return sum(em.accumulate(model, loss_of, [ids, ids]))  # type: ignore[return-value]
+
     for step, message in {
+        clips: r"optimizer.clip_grad_norm_\(\) inside em.accumulate",
+        reads_all: r"em.full_state_dict\(\) inside em.accumulate",
+        nested: "em.accumulate inside em.accumulate",
         twice: "a backward inside em.accumulate",
         drops: "inside em.accumulate",
         updates: "inside em.accumulate",
@@ -527,10 +576,16 @@ def test_what_cannot_pass_side_by_side_is_refused() -> None:
         with pytest.raises(em.UsageError, match=message):
             em.accumulate(model, step, batches)  # type: ignore[arg-type]
         optimizer.zero_grad()
+    with pytest.raises(em.CheckpointError, match=r"em.save\(\) inside em.accumulate"):
+        em.accumulate(model, saves, batches)
+    optimizer.zero_grad()
     with pytest.raises(em.UsageError, match="got 2 batches and 1 weights"):
         em.accumulate(model, loss_of, batches, weights=[1.0])
-    with pytest.raises(em.UsageError, match="got the weight 'x'"):
-        em.accumulate(model, loss_of, batches, weights=[1.0, "x"])  # type: ignore[list-item]
+    for weight in ("x", float("nan"), torch.tensor(float("inf")), torch.ones(2)):
+        with pytest.raises(em.UsageError, match="got the weight"):
+            em.accumulate(model, loss_of, batches, weights=[1.0, weight])  # type: ignore[list-item]
+    with pytest.raises(em.UsageError, match="got one dict as batches: pass a list"):
+        em.accumulate(model, loss_of, {"input_ids": batches[0]})
     with pytest.raises(em.UsageError, match="got no batches"):
         em.accumulate(model, loss_of, [])
     em.accumulate(model, loss_of, batches)
@@ -538,21 +593,24 @@ def test_what_cannot_pass_side_by_side_is_refused() -> None:
     optimizer.close()
 
 
-def other_counts() -> str:
-    mesh = em.init_mesh(device_type="cpu")
+def differing() -> list[str]:
+    """(rank) The errors where ranks have other numbers of batches, other weights, or a mode of torch on one of them."""
+    rank = em.init_mesh(device_type="cpu").get_local_rank("dp")
     model, optimizer = wrap(Tied(), PLANS["zero3"])
-    try:
-        em.accumulate(model, loss_of, batches_of(2 + mesh.get_local_rank("dp")))
-    except em.UsageError as error:
-        return str(error)
-    finally:
-        optimizer.close()
-    return ""
+    messages = []
+    for count, weight, mode in ((2 + rank, 1.0, False), (2, [float("nan"), 1.0][rank], False), (2, 1.0, rank == 0)):
+        with pytest.raises(em.UsageError) as caught, FlopCounterMode(display=False) if mode else nullcontext():
+            em.accumulate(model, loss_of, batches_of(count), weights=[weight] * count)
+        messages.append(str(caught.value))
+    optimizer.close()
+    return messages
 
 
-def test_ranks_with_other_numbers_of_batches_are_refused(ranks: Ranks) -> None:
-    for message in ranks(2).run(other_counts):
-        assert "ranks disagree about em.accumulate: number of batches is 2 on rank 0, 3 on rank 1" in message
+def test_ranks_that_call_it_otherwise_are_refused(ranks: Ranks) -> None:
+    for count, weight, mode in ranks(2).run(differing):
+        assert "ranks disagree about em.accumulate: number of batches is 2 on rank 0, 3 on rank 1" in count
+        assert "number of weights that are finite is 0 on rank 0, 2 on rank 1" in weight
+        assert "number of batches that pass each layer together is 1 on rank 0, 2 on rank 1" in mode
 
 
 def gpt2() -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -590,6 +648,29 @@ def gpt2_with_adapters() -> tuple[nn.Module, list[dict[str, Tensor]]]:
 def of_family(name: str, config: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     torch.manual_seed(0)
     return getattr(hf, name)(config), [{"input_ids": ids, "labels": ids} for ids in batches_of(3)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_adapters_switched_off_between_forwards_are_refused() -> None:
+    model, batches = gpt2_with_adapters()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    plan = em.Plan.offload(chunk_numel=8000, rcache_blocks=5)
+    model, optimizer = em.wrap(model, torch.optim.SGD(trainable, lr=1.0), plan=plan)
+
+    def step(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), model.disable_adapter():
+            reference = own_loss(model, batch)
+        return own_loss(model, batch) - reference
+
+    for only in (False, True):
+
+        def of_some(model: Any, batch: dict[str, Tensor], only: bool = only) -> Tensor:
+            return own_loss(model, batch) if only and batch is batches[1] else step(model, batch)
+
+        with pytest.raises(em.UsageError, match=r"the step changes .*requires_grad"):
+            em.accumulate(model, of_some, batches[:2])
+        optimizer.zero_grad()
+    optimizer.close()
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
