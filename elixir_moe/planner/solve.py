@@ -176,8 +176,13 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
-    if task.batches_per_pass is None:
+    if task.batches_per_pass is None or task.together > 1:
         return _with_passes(task, packings)
+    return _fastest(task, packings)
+
+
+def _fastest(task: Task, packings: "Packings | None") -> PlanCandidate:
+    """Finds the fastest plan for passes of `Task.together` micro-batches."""
     found: dict[int, PlanCandidate] = {}
     shortages: list[dict[Tier, int]] = []
     packings = packings or Packings(task)
@@ -219,22 +224,33 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
 
 
 def _with_passes(task: Task, packings: "Packings | None") -> PlanCandidate:
-    """Finds the fastest plan and how many micro-batches pass together: all, or half as many, as long as that helps.
+    """Finds the fastest plan, and how many micro-batches pass together unless that is given.
 
-    `packings` are those of the plain loop.
+    All are tried, then half as many, as long as that helps; and the plain loop, which a plan that keeps all weights
+    gathered runs whatever the number is. `packings` are those of the plain loop.
     """
+    given = task.batches_per_pass is not None
     best: PlanCandidate | None = None
-    for together in task.dials:
+    why: PlanError | None = None
+    for together in [task.together] if given else task.dials[:-1]:
         try:
-            found = solve(task.passing(together), packings if together == 1 else None)
-        except PlanError:
-            if together == 1 and best is None:
-                raise
+            found = _fastest(task.passing(together), None)
+        except PlanError as error:
+            why = error
             continue
         if best is not None and _rank(found) >= _rank(best):
             break
         best = found
-    assert best is not None, "the plain loop has raised"
+    try:
+        plain = _fastest(task.passing(1), packings)
+    except PlanError as error:
+        why = why if given else error
+    else:
+        if (not given or not plain.plan.gathers_again(plain.layout)) and (best is None or _rank(plain) <= _rank(best)):
+            best = plain
+    if best is None:
+        assert why is not None, "nothing was tried"
+        raise why
     return best
 
 

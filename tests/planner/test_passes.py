@@ -103,8 +103,18 @@ def test_the_search_chooses_the_fastest_number_of_batches_in_a_pass(factor: floa
         with contextlib.suppress(PlanError):
             each[together] = solve(task.passing(together)).seconds.step
     assert best.seconds.step == min(each.values())
-    assert best.plan.batches_per_pass == best.task.together == min(each, key=each.__getitem__)
+    assert best.plan.batches_per_pass == best.task.together
+    assert each[best.task.together] == best.seconds.step
     assert best.task.passes == -(-8 // best.task.together)
+
+
+def test_where_all_weights_stay_gathered_the_plain_loop_is_foreseen() -> None:
+    task = tight()
+    task = replace(task, capacity_bytes=2**40)
+    for number in (8, None):
+        found = solve(replace(task, batches_per_pass=number))
+        assert not found.plan.gathers_again(found.layout)
+        assert found.task.together == 1 and found.task.passes == 8
 
 
 def test_one_pass_needs_no_sums_and_moves_what_one_batch_does() -> None:
