@@ -1,5 +1,6 @@
 """The device memory of micro-batches that pass each layer together: what a trace of one predicts, on a device."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ def peaks(case: Case, together: int) -> tuple[int, int]:
     batches = [batch.to("threads") for batch in batches]
     found = 0
     for _ in range(2):
+        gc.collect()  # what other models have left would be freed during the step
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
