@@ -207,12 +207,19 @@ class Routers:
 
 
 class TokenDispatchers:
-    """Megatron's token dispatchers, which keep parts of a forward: each micro-batch has attributes of its own."""
+    """Megatron's token dispatchers, which keep parts of a forward: each micro-batch has attributes of its own.
+
+    The global memory buffer is one of them: it holds the input of a product that then asks for its weights.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         layers = [module for module in model.modules() if _of_megatron(type(module))]
         found = [layer.token_dispatcher for layer in layers if hasattr(layer, "token_dispatcher")]
         self._dispatchers = [*found, *(one._comm_manager for one in found if hasattr(one, "_comm_manager"))]
+        buffer = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
+        if layers and buffer is not None:
+            buffer.buffer = {}
+            self._dispatchers.append(buffer)
         self._before = self._present()
         self._left: dict[int, list[dict[str, Any]]] = {}
         """By micro-batch: the attributes when its turn ended."""
@@ -227,8 +234,9 @@ class TokenDispatchers:
     def resume(self, number: int) -> None:
         """Restores the attributes that a micro-batch has left, or those before the first one."""
         for dispatcher, kept in zip(self._dispatchers, self._left.pop(number, self._before), strict=True):
+            own = {name: dict(value) if type(value) is dict else value for name, value in kept.items()}
             vars(dispatcher).clear()
-            vars(dispatcher).update(kept)
+            vars(dispatcher).update(own)
 
 
 def as_one_process(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
