@@ -139,7 +139,10 @@ def test_every_layout_and_plan(
     ("world", "case"),
     [
         pytest.param(
-            world, case, id=f"{world}-{i}", marks=[pytest.mark.slow] if (world, i) not in ((1, 1), (2, 5), (4, 0)) else []
+            world,
+            case,
+            id=f"{world}-{i}",
+            marks=[pytest.mark.slow] if (world, i) not in ((1, 1), (2, 5), (4, 0)) else [],
         )
         for world, cases in CASES.items()
         for i, case in enumerate(cases)
