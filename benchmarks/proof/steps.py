@@ -77,7 +77,7 @@ def run(step: Step, log: Path, limit: float) -> dict[str, Any]:
         outcome = FAILED
     else:
         outcome = LEFT_OUT if figures and "left_out" in figures else GOOD
-    tail = output[-TAIL_CHARACTERS:] if outcome in (FAILED, OVER_LIMIT) else ""
+    tail = output.replace(f"{Path.cwd()}/", "")[-TAIL_CHARACTERS:] if outcome in (FAILED, OVER_LIMIT) else ""
     return _result(step, outcome, seconds=time.monotonic() - start, exit=code, figures=figures, tail=tail)
 
 
