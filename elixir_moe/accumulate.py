@@ -127,25 +127,14 @@ def _losses(
     states: list[dict[str, Tensor]],
 ) -> list[Tensor]:
     """The losses of micro-batches that pass each layer together."""
-    if len(batches) > 1:
-        return _one_pass(wrapped, step, model, batches, states)
-    outside = exchange_states(states[0])
-    try:
-        return [_loss(step, model, batches[0])]
-    finally:
-        exchange_states(outside)
-
-
-def _one_pass(
-    wrapped: Wrapped,
-    step: Callable[[nn.Module, Any], Tensor],
-    model: nn.Module,
-    batches: Sequence[Any],
-    states: list[dict[str, Tensor]],
-) -> list[Tensor]:
-    """The losses of several micro-batches, whose forwards take turns."""
+    if len(batches) == 1:
+        outside = exchange_states(states[0])
+        try:
+            return [_loss(step, model, batches[0])]
+        finally:
+            exchange_states(outside)
     around = _surroundings(wrapped.scheduler.chunks[0].device)
-    outside: dict[str, Tensor] = {}
+    outside = {}
     code = getattr(step, "__code__", type(step))
     watch = None if code in wrapped.passed_together else _Watch(model)
 
