@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import elixir_moe as em
+from benchmarks.contenders import MICRO_BATCHES
 from benchmarks.measure import in_turn
 from benchmarks.report import race_row
 from benchmarks.workload import Workload, fresh_model
@@ -26,7 +27,6 @@ from elixir_tools.models.gpt import lm_loss
 
 ROW = "one pass of 8 micro-batches, disk behind a slow link"
 LIMIT, BEYOND_COMPUTE_LIMIT, BYTES_LIMIT = 0.35, 0.15, 1.0
-_MICRO_BATCHES = 8
 _SLOWER = 4
 """Seconds of forward and backward of one micro-batch, in those of its compute."""
 _FULL = GPTConfig(vocab_size=256, seq_len=64, n_layers=8, d_model=256, n_heads=4)
@@ -96,7 +96,7 @@ def rows(quick: bool, _: Workload, rounds: int) -> list[dict[str, Any]]:
     """The rows."""
     config = _QUICK if quick else _FULL
     generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(256, (1, config.seq_len + 1), generator=generator) for _ in range(_MICRO_BATCHES)]
+    batches = [torch.randint(256, (1, config.seq_len + 1), generator=generator) for _ in range(MICRO_BATCHES)]
     plain, link = fresh_model(config), _Link()
     compute = [_seconds(lambda: _plain_loop(plain, batches)) for _ in range(rounds + 1)][1:]
     with tempfile.TemporaryDirectory() as folder, link.between():
@@ -110,7 +110,7 @@ def rows(quick: bool, _: Workload, rounds: int) -> list[dict[str, Any]]:
         for step in (ours, theirs):  # warms up
             step.run(batches)
         passed = moved(theirs, batches[:1]), moved(ours, batches), moved(theirs, batches)
-        link.rate = passed[0] / (_SLOWER * min(compute) / _MICRO_BATCHES)
+        link.rate = passed[0] / (_SLOWER * min(compute) / MICRO_BATCHES)
         times = in_turn(
             lambda _: _seconds(lambda: ours.run(batches)), lambda _: _seconds(lambda: theirs.run(batches)), rounds
         )

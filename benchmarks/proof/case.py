@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import elixir_moe as em
 from benchmarks.contenders import LEARNING_RATE
 from benchmarks.proof.models import Model, build, fill
+from benchmarks.proof.plan import ONE_PASS
 from benchmarks.proof.rates import elapsed
 from benchmarks.proof.steps import tell
 from benchmarks.proof.trace import record, summary
@@ -39,7 +40,7 @@ FEWER_STEPS = 1, 2
 TOY_STEPS = 1, 1
 """The value without a GPU."""
 MOST_OF_FEW = 4
-OURS = ("ours", "ours-one-pass")
+OURS = ("ours", ONE_PASS)
 FITS = 0.96
 """Part of the device's memory that a plan may use. The holes that the allocator leaves are in the plan's own sum."""
 OVERHEAD = 1.1
@@ -131,7 +132,7 @@ def _run(case: Case, trace: Path | None) -> dict[str, Any]:
         | {
             "batch": model.batch,
             "micro_batches": case.accumulation,
-            "passes": 1 if case.contender == "ours-one-pass" else case.accumulation,
+            "passes": 1 if case.contender == ONE_PASS else case.accumulation,
             "tokens": tokens,
             "recomputes": 1,
             "seconds": median(seconds),
@@ -237,7 +238,7 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
     fill(model.module)
     model.ties(model.module)
     sample = torch.zeros(model.batch, model.seq_len + 1, dtype=torch.int64)
-    one_pass = case.contender == "ours-one-pass"
+    one_pass = case.contender == ONE_PASS
     loss = (model.loss_without_logits if case.accumulation > MOST_OF_FEW else None) or model.loss
     plan = em.Plan.auto(
         loss,
@@ -319,7 +320,7 @@ def _deepspeed(model: Model, case: Case, device_bytes: int) -> Built:
 
 BUILD = {
     "ours": _ours,
-    "ours-one-pass": _ours,
+    ONE_PASS: _ours,
     "fsdp2": _fsdp2,
     "fsdp2-offload": _fsdp2,
     "deepspeed-zero3-offload": _deepspeed,
