@@ -132,13 +132,7 @@ class Inspection:
         passes = -(-micro_batches // together)
         loads = gathered(record.spec.step_order.schedule(layout, together), plan.blocks(layout), passes)
         over_gloo = any(chunk.communicator.over_gloo for chunk in record.scheduler.chunks)
-        moved = cost.traffic(plan, layout, loads, record.moments, over_gloo=over_gloo, passes=passes)
-        return {
-            "fetched": moved.fetched_bytes,
-            "offloaded": moved.offloaded_bytes,
-            "gathered": moved.gathered_bytes,
-            "reduced": moved.reduced_bytes,
-        }
+        return cost.traffic(plan, layout, loads, record.moments, over_gloo=over_gloo, passes=passes).by_way
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page about the model: bytes by tier, layers by tier and chunk, what was moved. Not collective.

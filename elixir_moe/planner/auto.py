@@ -187,8 +187,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )
-    together = request.wanted.batches_per_pass
-    return replace(task, batches_per_pass=None) if together is None else task.passing(together)
+    return task.passing(request.wanted.batches_per_pass)
 
 
 def forecast_of(candidate: PlanCandidate) -> Forecast:

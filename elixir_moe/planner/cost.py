@@ -115,6 +115,16 @@ class Traffic:
     units: int = 0
     """Modules whose chunks are gathered together, in a backward."""
 
+    @property
+    def by_way(self) -> dict[str, int]:
+        """{``fetched``, ``offloaded``, ``gathered`` or ``reduced``: bytes}, as `Statistics` counts them."""
+        return {
+            "fetched": self.fetched_bytes,
+            "offloaded": self.offloaded_bytes,
+            "gathered": self.gathered_bytes,
+            "reduced": self.reduced_bytes,
+        }
+
 
 def allowed_bytes(profile: Profile, capacity_bytes: int) -> int:
     """Returns U_allowed (v2, A.1): device memory left for the library, in bytes."""

@@ -90,8 +90,13 @@ class Task:
         """
         return self._with_activations(int(min(most, len(self.profile.kept))), self.together)
 
-    def passing(self, together: int) -> "Task":
-        """Returns this problem with the activations of up to `together` micro-batches, which pass layers together."""
+    def passing(self, together: int | None) -> "Task":
+        """Returns this problem with the activations of up to `together` micro-batches, which pass layers together.
+
+        None lets `solve` choose.
+        """
+        if together is None:
+            return replace(self, batches_per_pass=None)
         return self._with_activations(self.kept_regions, min(together, self.accumulation))
 
     def _with_activations(self, regions: int, together: int) -> "Task":
@@ -117,6 +122,12 @@ class Task:
     def passes(self) -> int:
         """Backwards of a step; with more than one, gradients are summed in fp32."""
         return -(-self.accumulation // self.together)
+
+    def seconds(self, moved: cost.Traffic) -> cost.Seconds:
+        """The time of a step with the traffic `moved`."""
+        return cost.seconds(
+            self.profile, moved, self.hardware, self.gpus, self.imbalance, self.accumulation, self.together
+        )
 
     @property
     def kept_bytes(self) -> int:
@@ -176,7 +187,7 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     Raises:
         PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
     """
-    if task.batches_per_pass is None or task.together > 1:
+    if task.batches_per_pass != 1:
         return _with_passes(task, packings)
     return _fastest(task, packings)
 
@@ -403,14 +414,13 @@ def price(
         units=units,
         passes=task.passes,
     )
-    rates = task.hardware, task.gpus, task.imbalance, task.accumulation, task.together
     candidate = PlanCandidate(
         task=task,
         plan=plan,
         layout=layout,
         size=task.footprint(plan, layout) if size is None else size,
         moved=moved,
-        seconds=cost.seconds(task.profile, moved, *rates),
+        seconds=task.seconds(moved),
         loads=tuple(loads),
     )
     return with_stall(candidate) if stalls else candidate

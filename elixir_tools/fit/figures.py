@@ -111,10 +111,7 @@ class Figures:
             "step_seconds": self.seconds.step,
             "tokens_per_second": self.tokens_per_second,
             "waits_for": self.waits_for,
-            "fetched_bytes": self.moved.fetched_bytes,
-            "offloaded_bytes": self.moved.offloaded_bytes,
-            "gathered_bytes": self.moved.gathered_bytes,
-            "reduced_bytes": self.moved.reduced_bytes,
+            **{f"{way}_bytes": nbytes for way, nbytes in self.moved.by_way.items()},
             "device_peak_bytes": self.device_bytes,
             "host_bytes_per_rank": self.host_bytes,
             "disk_bytes": self.disk_bytes,
@@ -143,10 +140,7 @@ def speed_lines(figures: Figures) -> Iterator[str]:
     shown = [f"{name} {seconds_text(value)}" for name, value in figures.parts.items() if value > _WORTH * step]
     for first in range(0, len(shown), 2):
         yield f"  {'' if first else 'of it':8}{', '.join(shown[first : first + 2])}"
-    moved = figures.moved
-    ways = {"fetched": moved.fetched_bytes, "offloaded": moved.offloaded_bytes}
-    ways |= {"gathered": moved.gathered_bytes, "reduced": moved.reduced_bytes}
-    crossing = [f"{way} {size_text(nbytes)}" for way, nbytes in ways.items() if nbytes]
+    crossing = [f"{way} {size_text(nbytes)}" for way, nbytes in figures.moved.by_way.items() if nbytes]
     if crossing:
         yield f"  moved   {', '.join(crossing)} a step"
     if figures.task.together > 1:

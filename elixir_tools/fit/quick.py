@@ -196,8 +196,7 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         gathered_numel=step.profile.parameters,
         units=step.layers,
     )
-    rates = task.hardware, ranks, task.imbalance, task.accumulation, task.together
-    seconds = cost.seconds(task.profile, moved, *rates)
+    seconds = task.seconds(moved)
     forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.passes
     hidden = min(seconds.host_update, outside * forward) if task.overlaps_updates else 0.0
     held = min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks

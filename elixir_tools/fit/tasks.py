@@ -214,5 +214,4 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         imbalance=known.imbalance,
         accumulation=known.accumulation,
     )
-    together = known.batches_per_pass
-    return replace(task, batches_per_pass=None) if together is None else task.passing(together)
+    return task.passing(known.batches_per_pass)
