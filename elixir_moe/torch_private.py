@@ -300,6 +300,16 @@ fused_adamw: Callable[..., None] = _torch("_fused_adamw_")
 """AdamW in one kernel, like `fused_adam`."""
 
 
+orthogonalized: Callable[[Tensor, tuple[float, float, float], int, float], Tensor] = _torch(
+    "optim._muon._zeropower_via_newtonschulz"
+)
+"""``(matrix, coefficients, steps, eps)``: Muon's Newton-Schulz iteration, in bf16; may overwrite a bf16 `matrix`. The
+public `torch.optim.Muon` would update a weight, too."""
+
+adjusted_rate: Callable[[float, str | None, tuple[int, ...]], float] = _torch("optim._muon._adjust_lr")
+"""``(rate, kind, shape)``: Muon's rate for a matrix of this shape."""
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells LR schedulers that `optimizer` has stepped: they wrap its `step`, which a sharded one does not call."""
     setattr(optimizer, "_opt_called", True)  # noqa: B010

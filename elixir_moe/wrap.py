@@ -5,7 +5,7 @@ Owns the order of the stages, and that what they allocate is freed if one fails.
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def wrap(
     model: M,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     plan: Plan | AutoPlan,
     sample: Any = None,
@@ -49,7 +49,9 @@ def wrap(
     Args:
         model: any module, on any device; tensors on "meta" come from `weights`, or are drawn if it was built under
             `sharded_init`.
-        optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped.
+        optimizer: an elementwise `torch.optim` optimizer on its parameters, not yet stepped; `torch.optim.Muon`; or
+            both, as in ``(muon, adamw)``, which together have each trainable parameter once. The `ShardedOptimizer` has
+            the groups of both, in this order.
         plan: the tier of each chunk's state and the number of chunks gathered at once. `Plan.auto` traces one step and
             finds the fastest plan that fits; `em.inspect(model)` has the plan, the reasons for it and the expected time
             of a step.
@@ -76,10 +78,11 @@ def wrap(
         PlanError: the plan does not fit the model (a chunk too short, an rCache too small), or `Plan.auto` finds none
             that fits; the message has the missing bytes, their tier, and what would help.
         LayoutError: patterns do not fit the ranks, or ranks disagree.
-        ConfigError: the optimizer is not elementwise, has a state that cannot be cut (8-bit moments in blocks), has
-            been stepped, or does not belong to the model; a buffer, a view that a module keeps, or another parameter
-            shares a parameter's memory; another library has quantized a layer in a format without an equal here; or
-            an argument is wrong.
+        ConfigError: the optimizer is neither elementwise nor Muon, has a state that cannot be cut (8-bit moments in
+            blocks), has been stepped, or does not belong to the model; Muon's parameters are not whole matrices, or the
+            plan is searched, has chunks on disk or narrow state; a buffer, a view that a module keeps, or another
+            parameter shares a parameter's memory; another library has quantized a layer in a format without an equal
+            here; or an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory
             tells.
         CheckpointError: `weights` lacks a tensor that the model has on meta, or has it in another shape. ConfigError

@@ -126,7 +126,7 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     from_disk = reads_disk(chunk, tier, values_on_disk=values_on_disk)
     residence = chunk.residence_at(on_device=tier is Tier.DEVICE)
     if not from_disk:
-        memory = second_bytes(chunk) + moments * chunk.key.precision.moment_bytes(numel)
+        memory = second_bytes(chunk) + chunk.key.moments(moments) * chunk.key.precision.moment_bytes(numel)
         yield Kind.SHARD, tier.of_compute, values + (memory if trainable and tier is not Tier.DISK else 0)
     if trainable and not from_disk and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
         yield Kind.SUMS, tier.of_compute, 4 * numel
@@ -167,7 +167,7 @@ class Ledger:
         Args:
             layout: the chunks.
             tiers: the tier of each chunk.
-            moments: values the optimizer keeps per element; 2 for Adam.
+            moments: values the elementwise optimizer keeps per element; 2 for Adam.
             over_gloo: whether reductions run over gloo.
             async_sums: whether gradients are summed in host memory while backward runs, as with a GPU; by default true
                 unless reductions run over gloo.
@@ -318,7 +318,7 @@ def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> i
 
 def arrays_on_disk(chunk: ChunkSpec, moments: int, *, values_on_disk: bool) -> tuple[StateArray, ...]:
     """The arrays of a trainable chunk on disk: master, moments, with `values_on_disk` a sum of gradients."""
-    return (*chunk.key.precision.arrays(moments), *((GRADIENT,) * values_on_disk))
+    return (*chunk.key.precision.arrays(chunk.key.moments(moments)), *((GRADIENT,) * values_on_disk))
 
 
 def record_bytes(numel: int, arrays: Iterable[StateArray]) -> int:

@@ -2,9 +2,9 @@
 
 Owns `ParamSpec` (all that the pure part of the package knows about a parameter), the key that sorts parameters into
 chunk groups, and the precision of their optimizer state. Two parameters share a chunk group if one collective can serve
-both, and their state has one layout: the same ranks, compute dtype, trainability, gradient divisor, dtype of the sum
-and precision. The key contains the ranks themselves, never only their number: two process groups of equal size differ.
-Never looks at a tensor.
+both, and their state has one layout: the same ranks, compute dtype, trainability, gradient divisor, dtype of the sum,
+precision and kind of optimizer. The key contains the ranks themselves, never only their number: two process groups of
+equal size differ. Never looks at a tensor.
 Source: Elixir v1, section IV-A ("parameters with different DP groups can not communicate together").
 """
 
@@ -68,6 +68,8 @@ class Precision:
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+WHOLE_MATRIX = {"Muon": 1}
+"""{optimizer that updates whole matrices: moments that it keeps for each element}."""
 WIDE = Precision()
 """The precision of state in torch's optimizers."""
 _ROUTERS = {"gate", "router"}
@@ -103,6 +105,12 @@ class ChunkGroupKey:
     """The dtype in which gradients are summed over the ranks: fp32, or `dtype`."""
     precision: Precision = WIDE
     """The precision of the optimizer state."""
+    optimizer: str = ""
+    """The optimizer of `WHOLE_MATRIX` that trains the parameters; empty for an elementwise one."""
+
+    def moments(self, elementwise: int) -> int:
+        """The moments that are kept for each element; `elementwise` is the number for an elementwise optimizer."""
+        return WHOLE_MATRIX.get(self.optimizer, elementwise)
 
     @property
     def master_in_values(self) -> bool:
@@ -116,7 +124,8 @@ class ChunkGroupKey:
         summed = "" if self.reduce_dtype == torch.float32 else " narrow sums"
         dtype = str(self.dtype).removeprefix("torch.")
         state = f" {self.precision.master}+{self.precision.moments}" if self.precision.is_narrow else ""
-        return f"ranks {_ranges(self.ranks)} /{self.divisor} {dtype}{frozen}{summed}{state}"
+        trained_by = f" {self.optimizer}" if self.optimizer else ""
+        return f"ranks {_ranges(self.ranks)} /{self.divisor} {dtype}{frozen}{summed}{state}{trained_by}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -358,10 +358,11 @@ class ShardState:
         return InMemory(state, self._gate)
 
     def moments(self, in_memory: Sequence[torch.Tensor]) -> list[Elements]:
-        """The arrays of both moments: those on disk, else the given ones."""
+        """The arrays of the moments: those on disk, else the given ones."""
         if self._disk is None:
             return [self.elements_of(array) for array in in_memory]
-        arrays, numel = self.spec.key.precision.arrays(2), self.spec.shard_numel
+        key, numel = self.spec.key, self.spec.shard_numel
+        arrays = key.precision.arrays(key.moments(2))
         return [OnDisk(self._disk, i, 0, array.numel(numel), self._gate) for i, array in enumerate(arrays) if i]
 
     def change(

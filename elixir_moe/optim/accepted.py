@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.optim.joined import elementwise_of, members_of, whole_matrix
 from elixir_moe.parallel.dtensor import local_of
 
 _WHOLE_TENSOR = {"LBFGS", "Adafactor", "SparseAdam", "Muon"}
-"""Optimizers of torch whose update of an element depends on other elements."""
+"""Optimizers of torch whose update of an element depends on other elements; `joined` has those that are accepted."""
 
 _IN_BLOCKS = {"bitsandbytes", "torchao"}
 """Packages that have optimizers with 8-bit or 4-bit state."""
@@ -39,12 +40,13 @@ _TRIED_NUMEL = 2**17
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the number of fp32 values that an optimizer keeps per element; 2 for an unknown optimizer."""
+    """Returns the number of fp32 values that the elementwise optimizer keeps per element; 2 for an unknown one."""
+    elementwise = elementwise_of(optimizer)
 
     def any_group(option: str) -> bool:
-        return any(group.get(option) for group in optimizer.param_groups)
+        return elementwise is not None and any(group.get(option) for group in elementwise.param_groups)
 
-    match type(optimizer).__name__:
+    match type(elementwise).__name__:
         case "SGD":
             return int(any_group("momentum"))
         case "Adagrad":
@@ -56,7 +58,13 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that has stepped, shards, is not elementwise, or has unshardable state."""
+    """Raises ConfigError for an optimizer that has stepped, shards, has unshardable state, or is neither elementwise
+    nor one of `param_spec.WHOLE_MATRIX`."""
+    for member in members_of(optimizer):
+        _check_member(member)
+
+
+def _check_member(optimizer: torch.optim.Optimizer) -> None:
     _check_keys(optimizer)
     if any(state and state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -80,6 +88,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{kind.__name__} of {package} keeps its state in blocks of its tensors, but a rank holds only pieces of "
             f"them, so that the blocks would depend on the number of ranks: use {_INSTEAD}"
         )
+    if whole_matrix(optimizer) is not None:
+        return
     whole = [base.__name__ for base in kind.__mro__ if base.__name__ in _WHOLE_TENSOR]
     ours = kind.__module__.startswith("torch.optim")
     if not whole and not ours:
@@ -233,9 +243,10 @@ def is_cut(name: str, value: Any, shape: torch.Size) -> bool:
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `AdamUpdate` computes the same as this optimizer."""
-    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    return plain and not any(group["amsgrad"] for group in optimizer.param_groups)
+    """Whether `AdamUpdate` computes the same as this optimizer, or as its elementwise member."""
+    elementwise = elementwise_of(optimizer)
+    plain = type(elementwise) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and elementwise is not None and not any(group["amsgrad"] for group in elementwise.param_groups)
 
 
 def like(

@@ -2,7 +2,7 @@
 
 Owns the start of these updates, which `Phase.early` lists, and the withdrawal of those that have not begun when `step`
 asks: `step` then makes them as usual. Never begins the update of a shard whose gradient is not finite, of a chunk with
-a parameter that has no gradient on this rank, or of a chunk on the device.
+a parameter that has no gradient on this rank, of a chunk of whole matrices, or of one on the device.
 """
 
 import math
@@ -71,7 +71,7 @@ class EarlyUpdates:
         complete = all(
             (index, position) in self._scheduler.reductions.used for position in range(len(chunk.parameters))
         )
-        if not complete or shard.being_saved:
+        if not complete or shard.being_saved or chunk.spec.key.optimizer:
             return
         squares = copy_to_host_async(shard.squares) if isinstance(shard.squares, torch.Tensor) else chunk.squares
 

@@ -28,8 +28,10 @@ from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.accepted import MODES, changes
 from elixir_moe.optim.agreement import Chosen, Facts, LossScale, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
-from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces, update_for
+from elixir_moe.optim.joined import members_of
+from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece, trained_pieces
 from elixir_moe.optim.state import LastStep, OptimizerState
+from elixir_moe.optim.updates import Updates
 from elixir_moe.parallel.megatron import Routers
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
@@ -86,19 +88,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._frozen = [p for chunk in scheduler.chunks if not chunk.spec.key.trainable for p in chunk.parameters]
         pieces = trained_pieces(self._chunks, self.param_groups, hooks.name_of)
         self._pieces = {chunk.spec.index: mine for chunk, mine in zip(self._chunks, pieces, strict=True)}
-        self._update = update_for(inner, self._chunks, pieces, self.param_groups, seed)
+        self._updates = Updates(inner, self._chunks, pieces, self.param_groups, scheduler.whole_updates, seed)
+        elementwise = self._updates.elementwise
         there = bool(self._chunks) and all(chunk.shard.tier is Tier.DEVICE for chunk in self._chunks)
-        if not there or not isinstance(self._update, AdamUpdate) or (on_device is not None and on_device.over_gloo):
+        skips = there and isinstance(elementwise, AdamUpdate) and self._updates.whole is None
+        if not skips or (on_device is not None and on_device.over_gloo):
             on_device = None
         self._update_thread = None
         """The thread that starts updates of chunks outside the device tier, during the next forward or in backward."""
         self._early: EarlyUpdates | None = None
-        if isinstance(self._update, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
+        if isinstance(elementwise, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))
-            self._early = EarlyUpdates(scheduler, self._update, self._pieces, self.param_groups, self._update_thread)
+            self._early = EarlyUpdates(scheduler, elementwise, self._pieces, self.param_groups, self._update_thread)
         self._decision = StepDecision(inner, self._chunks, scheduler, hooks, groups, routers, on_device, self._early)
         self._kept = OptimizerState(
-            inner, self._update, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
+            inner, self._updates, self._chunks, self._pieces, self._decision, scheduler, hooks, groups
         )
         self._grouping = [[id(p) for p in group["params"]] for group in self.param_groups]
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -228,8 +232,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         if self._early is not None:
             self._early.check_options()
-        if isinstance(self._update, ElementwiseUpdate):
-            self._update.check_mode()
+        if isinstance(self._updates.elementwise, ElementwiseUpdate):
+            self._updates.elementwise.check_mode()
         facts = self._decision.facts()
         norm = facts.norm
         skip = (~norm.isfinite()).float() if isinstance(norm, torch.Tensor) else None
@@ -242,7 +246,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._scheduler.gathers.drop()  # weights left gathered by an interrupted update would be stale
             self._scheduler.reductions.drain()  # gathers after the clipping may still read the shards
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
-            self._update.finish()
+            for update in self._updates:
+                update.finish()
             if isinstance(norm, torch.Tensor):
                 self._kept.last_step = LastStep(copy_to_host_async(norm), changed)
         if self.loss_scale is not None:
@@ -251,7 +256,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._decision.forget_gradients()
         self._hooks.updated()
         self._phase.written(self._phase.place[0] + 1)
-        mark_stepped(self._inner)  # for LR schedulers built before `wrap`
+        for member in members_of(self._inner):
+            mark_stepped(member)  # for LR schedulers built before `wrap`
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -276,7 +282,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not changes(self._inner, mode):
             return
-        assert isinstance(self._update, ElementwiseUpdate), "torch's Adam has no modes"
+        update = self._updates.elementwise
+        assert isinstance(update, ElementwiseUpdate), "torch's Adam has no modes"
         what = f"optimizer.{mode}()"
         self._phase.require((READY,), what)
         with Wait(f"the call of {what} by all ranks"):
@@ -287,8 +294,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scheduler.reductions.drain()
         for chunk in self._chunks:
             chunk.shard.open_for_writing()
-        self._update.switch(mode, self._chunks)
-        self._update.finish(mode)
+        update.switch(mode, self._chunks)
+        update.finish(mode)
         for chunk in self._chunks:
             chunk.shard.updated()
         self._hooks.updated()
@@ -392,7 +399,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
             raise UsageError("the parameters of param_groups were changed after wrap: only options may change")
-        if isinstance(self._update, AdamUpdate) and any(group.get("amsgrad") for group in self.param_groups):
+        if isinstance(self._updates.elementwise, AdamUpdate) and any(
+            group.get("amsgrad") for group in self.param_groups
+        ):
             raise UsageError("amsgrad was turned on after wrap, which allocated no memory for it: turn it on before")
         if own:
             raise UsageError(
@@ -417,22 +426,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _begin_update(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> None:
         shard, pieces = chunk.shard, self._pieces[chunk.spec.index]
         shard.open_for_writing()
-        work = self._update.prepare(chunk, pieces, facts.used, self._decision.gradient_scale(chunk), skip)
+        scale = self._decision.gradient_scale(chunk)
+        work = self._updates.of(chunk).prepare(chunk, pieces, facts.used, scale, skip)
         update = partial(in_span, "update", chunk.label, work)
-        if self._update_thread is not None and shard.tier is not Tier.DEVICE:
+        if self._update_thread is not None and shard.tier is not Tier.DEVICE and not chunk.spec.key.optimizer:
             shard.update_async(self._update_thread.submit(update))
         else:
             update()
             shard.updated()
 
     def _in_order_of_use(self) -> list[Chunk]:
-        """Lists chunks in the order in which the next forward requests them; chunks without requests come first."""
+        """Lists chunks in the order in which the next forward requests them; chunks without requests come first.
+
+        Chunks of whole matrices are updated together by several ranks, and come last, in one order on all ranks.
+        """
         first: dict[int, int] = {}
         if (schedule := self._scheduler.cache.schedule) is not None:
             for entry in schedule.entries:
                 for index in entry.chunks:
                     first.setdefault(index, len(first))
-        return sorted(self._chunks, key=lambda chunk: (first.get(chunk.spec.index, -1), chunk.spec.index))
+
+        def place(chunk: Chunk) -> tuple[bool, int, int]:
+            index, together = chunk.spec.index, bool(chunk.spec.key.optimizer)
+            return together, 0 if together else first.get(index, -1), index
+
+        return sorted(self._chunks, key=place)
 
 
 def _limit(argument: str, given: Any) -> float:

@@ -1,10 +1,10 @@
 """The update of one shard by the user's optimizer.
 
-Owns the two ways to update the pieces of a shard. `torch.optim.Adam` and `AdamW` make one pass over a run of pieces: it
-reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
+Owns the two ways to update each element by itself. `torch.optim.Adam` and `AdamW` make one pass over a run of pieces:
+it reads the gradient in the dtype of its reduction, unscales it, and writes the values along with the master. Any other
 elementwise optimizer runs unchanged, on one tensor per piece. Adam's state may be narrower than fp32, depending on the
-chunk's key: then a run is one piece, whose random bits depend on its place in the logical parameter. Never decides
-whether or when to update.
+chunk's key: then a run is one piece, whose random bits depend on its place in the logical parameter. Whole matrices are
+updated in `muon`. Never decides whether or when to update.
 """
 
 import math
@@ -35,7 +35,7 @@ from elixir_moe.kernels import (
 from elixir_moe.memory.elements import Coded, Elements
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import allocation, host_zeros
-from elixir_moe.optim.accepted import check_kept, is_adam, is_cut, like, modes_of
+from elixir_moe.optim.accepted import check_kept, is_cut, like, modes_of
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
@@ -71,22 +71,58 @@ class _Run:
     """The random bits of the elements; None if all state is fp32."""
 
 
-class AdamUpdate:
-    """Adam and AdamW: flat moments for each master shard, and one pass for each run of pieces."""
+class FlatMoments:
+    """The moments of chunks: arrays as long as their shards, in memory unless they are on disk."""
+
+    def __init__(self, chunks: Sequence[Chunk], names: Sequence[str]) -> None:
+        """`names` are those of the moments in the state of torch's optimizer."""
+        self._names = names
+        self._arrays: dict[int, list[torch.Tensor]] = {}
+        """The arrays of each chunk whose state is in memory."""
+        for chunk in chunks:
+            if not chunk.shard.on_disk:
+                nbytes = len(names) * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
+                with allocation(nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
+                    self._arrays[chunk.spec.index] = [_zeros(chunk, array) for array in self.kinds(chunk)[1:]]
+
+    def kinds(self, chunk: Chunk) -> tuple[StateArray, ...]:
+        """Describes the weight and the arrays of the moments of a chunk."""
+        return chunk.spec.key.precision.arrays(len(self._names))
+
+    def in_memory(self, chunk: Chunk) -> Sequence[torch.Tensor]:
+        """The arrays of a chunk; none if they are on disk."""
+        return self._arrays.get(chunk.spec.index, ())
+
+    def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
+        """The state of a piece by name, as flat elements."""
+        numel, kept = chunk.spec.shard_numel, chunk.shard.moments(self.in_memory(chunk))
+        if chunk.spec.key.precision.moments == "int8":
+            kept = [Coded(kept[0], kept[1], numel, signed=True), Coded(kept[2], kept[3], numel, signed=False)]
+        return {name: moment[trained.piece.here] for name, moment in zip(self._names, kept, strict=True)}
+
+    def replace_state(
+        self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
+    ) -> Mapping[str, Elements]:
+        """Allocates another state with the same names; returns its flat elements, which the caller must write."""
+        state = self.state(chunk, trained)
+        assert state.keys() == dtypes.keys() and not values, "the state of another class of update"
+        return state
+
+    def state_bytes(self, chunk: Chunk) -> int:
+        """Bytes in memory of a chunk's state."""
+        return sum(array.nbytes for array in self.in_memory(chunk))
+
+
+class AdamUpdate(FlatMoments):
+    """Adam and AdamW: two flat moments for each master shard, and one pass for each run of pieces."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: list[dict[str, Any]], seed: int) -> None:
+        super().__init__(chunks, ("exp_avg", "exp_avg_sq"))
         self._groups, self._seed = groups, seed
-        self._state: dict[int, list[torch.Tensor]] = {}
-        """The arrays of both moments of each chunk whose state is in memory."""
         self._counts: dict[int, torch.Tensor] = {}
         """{number of the step: a scalar on the GPU}, shared by all runs in one step of the optimizer."""
         self._divisors: dict[float, torch.Tensor | None] = {}
         """{gradient scale: its divisor on the GPU}, shared in the same way."""
-        for chunk in chunks:
-            if not chunk.shard.on_disk:
-                nbytes = 2 * chunk.spec.key.precision.moment_bytes(chunk.spec.shard_numel)
-                with allocation(nbytes, f"the moments of {chunk.label}", chunk.shard.tier):
-                    self._state[chunk.spec.index] = [_zeros(chunk, array) for array in _arrays(chunk)[1:]]
 
     def prepare(
         self,
@@ -140,31 +176,12 @@ class AdamUpdate:
         else:
             runs = [run(*alike) for alike in _runs(pieces, used)]
         unused = [] if compute is None else [(p.piece.start, p.piece.stop) for p in pieces if p.parameter not in used]
-        work = partial(_adam, runs, unused, compute, _arrays(chunk))
-        return partial(shard.change, work, self._state.get(chunk.spec.index, ()))
+        work = partial(_adam, runs, unused, compute, self.kinds(chunk))
+        return partial(shard.change, work, self.in_memory(chunk))
 
     def _rounding(self, trained: TrainedPiece, start: int) -> Rounding:
         """The random bits for a piece's elements from `start` on in its next update."""
         return Rounding.of(self._seed, trained.name, trained.steps + 1, trained.first + start)
-
-    def state(self, chunk: Chunk, trained: TrainedPiece) -> dict[str, Any]:
-        """The state of a piece by name: flat elements, or a single value."""
-        numel, kept = chunk.spec.shard_numel, chunk.shard.moments(self._state.get(chunk.spec.index, ()))
-        if chunk.spec.key.precision.moments == "int8":
-            kept = [Coded(kept[0], kept[1], numel, signed=True), Coded(kept[2], kept[3], numel, signed=False)]
-        return {name: moment[trained.piece.here] for name, moment in zip(("exp_avg", "exp_avg_sq"), kept, strict=True)}
-
-    def replace_state(
-        self, chunk: Chunk, trained: TrainedPiece, dtypes: dict[str, torch.dtype], values: dict[str, Any]
-    ) -> Mapping[str, Elements]:
-        """Allocates another state with the same names; returns its flat elements, which the caller must write."""
-        state = self.state(chunk, trained)
-        assert state.keys() == dtypes.keys() and not values, "the state of another class of update"
-        return state
-
-    def state_bytes(self, chunk: Chunk) -> int:
-        """Bytes in memory of a chunk's state."""
-        return sum(array.nbytes for array in self._state.get(chunk.spec.index, ()))
 
     def finish(self) -> None:
         """Drops the scalars of this step; call it after the update of every chunk."""
@@ -182,11 +199,6 @@ class AdamUpdate:
         if scale not in self._divisors:
             self._divisors[scale] = divisor_of(scale, device)
         return self._divisors[scale]
-
-
-def _arrays(chunk: Chunk) -> tuple[StateArray, ...]:
-    """The weight and the arrays of both moments of a chunk."""
-    return chunk.spec.key.precision.arrays(2)
 
 
 def _zeros(chunk: Chunk, array: StateArray) -> torch.Tensor:
@@ -253,8 +265,9 @@ class ElementwiseUpdate:
         inner: torch.optim.Optimizer,
         pieces: list[list[TrainedPiece]],
         chunks: Sequence[Chunk],
-        groups: list[dict[str, Any]],
+        groups: Mapping[int, dict[str, Any]],
     ) -> None:
+        """`groups` are those of `inner`, by their number in `param_groups`."""
         self._inner, self._groups = inner, groups
         self._changes: dict[int, dict[str, Any]] = {}
         """{group that has run: options that the optimizer has changed in this step}."""
@@ -280,7 +293,7 @@ class ElementwiseUpdate:
     ) -> "Callable[[], Sequence[Future[None]]]":
         """Returns the update like `AdamUpdate.prepare`, to be run immediately on the caller's thread; never skips."""
         assert skip is None, "only Adam's update can be skipped on the device"
-        return partial(_at_once, partial(self._run, chunk, pieces, used, scale))
+        return partial(run_at_once, partial(self._run, chunk, pieces, used, scale))
 
     def _run(
         self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
@@ -294,12 +307,12 @@ class ElementwiseUpdate:
             self._run_group(index, self._optimizers[chunk.spec.index, index])
         for one in active:
             self._views[id(one)].grad = None
-        _copy_master(shard)
+        copy_master(shard)
 
     def check_mode(self) -> None:
         """Raises the error of the optimizer's step in evaluation mode, before it changes a weight."""
         if modes_of(self._inner):
-            for group in self._groups:
+            for group in self._groups.values():
                 _without_gradients(self._inner, group).step()
 
     def switch(self, mode: str, chunks: Sequence[Chunk]) -> None:
@@ -307,7 +320,7 @@ class ElementwiseUpdate:
         for (_, index), optimizer in self._optimizers.items():
             self._run_group(index, optimizer, mode)
         for chunk in chunks:
-            _copy_master(chunk.shard)
+            copy_master(chunk.shard)
 
     def _run_group(self, index: int, optimizer: torch.optim.Optimizer, method: str = "step") -> None:
         """Calls a method of one of the group's optimizers with the group's options, and notes the ones it changes."""
@@ -328,7 +341,7 @@ class ElementwiseUpdate:
 
         A group that has nothing to update on this rank counts its steps as on the other ranks.
         """
-        for index, group in enumerate(self._groups):
+        for index, group in self._groups.items():
             if index not in self._changes:
                 self._run_group(index, _without_gradients(self._inner, group), method)
         for index, changed in self._changes.items():
@@ -358,14 +371,14 @@ def _without_gradients(inner: torch.optim.Optimizer, group: dict[str, Any]) -> t
     return like(inner, [(nn.Parameter(torch.empty(0, device="cpu")), {})], group)
 
 
-def _copy_master(shard: ShardState) -> None:
+def copy_master(shard: ShardState) -> None:
     """Copies the master of a shard to its values, if they are separate."""
     if shard.values_shard is not None:
         assert shard.master is not None
         shard.values_shard.copy_(shard.master)
 
 
-def _at_once(work: Callable[[], None]) -> tuple[()]:
+def run_at_once(work: Callable[[], None]) -> tuple[()]:
     """Does the work, and returns no futures."""
     work()
     return ()
@@ -381,19 +394,6 @@ def _cut_state(state: dict[str, Any], trained: TrainedPiece) -> dict[str, Any]:
             value = value.flatten()[trained.piece.there]
         cut[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return cut
-
-
-def update_for(
-    inner: torch.optim.Optimizer,
-    chunks: Sequence[Chunk],
-    pieces: list[list[TrainedPiece]],
-    groups: list[dict[str, Any]],
-    seed: int,
-) -> AdamUpdate | ElementwiseUpdate:
-    """Returns the update for the user's optimizer; `seed` is that of stochastic rounding."""
-    if is_adam(inner):
-        return AdamUpdate(chunks, groups, seed)
-    return ElementwiseUpdate(inner, pieces, chunks, groups)
 
 
 def trained_pieces(

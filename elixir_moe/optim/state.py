@@ -18,7 +18,9 @@ from elixir_moe.distributed.all_ranks import ControlGroups
 from elixir_moe.errors import ElixirError
 from elixir_moe.memory.elements import Elements
 from elixir_moe.optim.agreement import StepDecision
-from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
+from elixir_moe.optim.joined import members_of, whole_matrix
+from elixir_moe.optim.shard_update import ElementwiseUpdate, TrainedPiece
+from elixir_moe.optim.updates import Updates
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.phase import OPEN, WHOLE
@@ -49,7 +51,7 @@ class OptimizerState:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        update: AdamUpdate | ElementwiseUpdate,
+        updates: Updates,
         chunks: Sequence[Chunk],
         pieces: Mapping[int, list[TrainedPiece]],
         decision: StepDecision,
@@ -57,13 +59,16 @@ class OptimizerState:
         hooks: Hooks,
         groups: ControlGroups,
     ) -> None:
-        self._update, self._chunks, self.decision = update, chunks, decision
+        self._updates, self._chunks, self.decision = updates, chunks, decision
         self._scheduler, self._hooks, self._groups = scheduler, hooks, groups
         self._phase = scheduler.phase
         self._place_of = {p.parameter: (chunk, p) for chunk in chunks for p in pieces[chunk.spec.index]}
-        self.kind = f"{type(inner).__name__}, {type(update).__name__}"
+        self.kind = "; ".join(
+            f"{type(member).__name__}, {type(updates.whole if whole_matrix(member) else updates.elementwise).__name__}"
+            for member in members_of(inner)
+        )
         """Optimizers of the same kind have states with the same names."""
-        self.keeps_always_the_same = isinstance(update, AdamUpdate)
+        self.keeps_always_the_same = not isinstance(updates.elementwise, ElementwiseUpdate)
         """Whether the state has the same names before and after the first step."""
         self.last_step: LastStep | None = None
         self.pending: Pending | None = None
@@ -71,7 +76,7 @@ class OptimizerState:
 
     def bytes_of(self, chunk: Chunk) -> int:
         """Bytes in memory of the state kept for a chunk in addition to its shard."""
-        return self._update.state_bytes(chunk)
+        return self._updates.of(chunk).state_bytes(chunk)
 
     def piece_of(self, parameter: nn.Parameter) -> TrainedPiece | None:
         """The piece of a trainable parameter in this rank's shards; None if there is none."""
@@ -79,13 +84,15 @@ class OptimizerState:
 
     def of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The state of `piece_of(parameter)` by name: flat `Elements`, or a single value."""
-        return self._update.state(*self._place_of[parameter])
+        chunk, piece = self._place_of[parameter]
+        return self._updates.of(chunk).state(chunk, piece)
 
     def replace(
         self, parameter: nn.Parameter, dtypes: dict[str, torch.dtype], values: dict[str, Any]
     ) -> Mapping[str, Elements]:
         """Allocates another state of the same `kind`; returns its flat elements, which the caller must write."""
-        return self._update.replace_state(*self._place_of[parameter], dtypes, values)
+        chunk, piece = self._place_of[parameter]
+        return self._updates.of(chunk).replace_state(chunk, piece, dtypes, values)
 
     def check_last_step(self) -> None:
         """Raises ElixirError, on all ranks, if the GPUs skipped the last update; waits only for its norm."""

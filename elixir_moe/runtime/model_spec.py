@@ -5,7 +5,7 @@ model. Reads shapes and dtypes, never data.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -76,11 +76,12 @@ def describe(
     events: Sequence[StepEvent],
     compute_dtype: torch.dtype | None,
     plan: Plan,
+    trained_whole: Mapping[nn.Parameter, str] | None = None,
 ) -> ModelSpec:
     """The description of `model`, whose `parts` and `events` number parameters as ``model.parameters()`` gives them.
 
     The `events` are those of a step, or of its forward only. Of the `plan` count the dtype of sums and the precision
-    of state.
+    of state. `trained_whole` is that of `param_specs`.
 
     Raises:
         LayoutError, ConfigError: as `param_specs`; also if no trainable parameter is computed in `reduce_dtype`.
@@ -97,6 +98,7 @@ def describe(
         reduce_dtype=reduce_dtype,
         precision=plan.precision,
         narrow_state=plan.narrow_state,
+        trained_whole=trained_whole,
     )
     regions = regions_of(part_specs)
     params = tuple(replace(spec, region=regions.get(i)) for i, spec in enumerate(specs.values()))
@@ -127,6 +129,7 @@ def param_specs(
     reduce_dtype: torch.dtype | None,
     precision: Precision = WIDE,
     narrow_state: Sequence[str] | None = None,
+    trained_whole: Mapping[nn.Parameter, str] | None = None,
 ) -> dict[nn.Parameter, ParamSpec]:
     """The specs of the model's parameters, in `order`; a parameter with several names is tied.
 
@@ -139,12 +142,13 @@ def param_specs(
         reduce_dtype: the dtype of their sums over ranks, for parameters in this dtype whose pattern names none.
         precision: that of the state of parameters with narrow state.
         narrow_state: which these are, as in the plan.
+        trained_whole: {parameter that is updated as a whole matrix: the optimizer of `WHOLE_MATRIX` that does it}.
 
     Raises:
         LayoutError: a trainable parameter would be trained in a dtype that has no fp32 master.
         ConfigError: a pattern's `reduce_dtype` is neither fp32 nor the compute dtype; the state is narrow and no
-            parameter has it; a parameter whose master is to be bf16 is computed in another dtype; or a tile begins
-            inside a block of int8 moments.
+            parameter has it; a parameter whose master is to be bf16 is computed in another dtype; a tile begins
+            inside a block of int8 moments; or a parameter that is updated as a whole matrix is cut.
     """
     names = names_of(model)
     ranks: dict[int, tuple[int, ...]] = {}  # found once a pattern: there may be thousands of ranks
@@ -156,6 +160,9 @@ def param_specs(
         found[p] = _spec(p, names[p], pattern, ranks[id(pattern)], compute_dtype, reduce_dtype)
         if precision.is_narrow and p.requires_grad and has_narrow_state(names[p][0], found[p].shape, narrow_state):
             found[p] = replace(found[p], key=_narrowed(p, found[p], precision))
+        if p.requires_grad and (optimizer := (trained_whole or {}).get(p)) is not None:
+            _check_uncut(p, found[p], pattern, optimizer)
+            found[p] = replace(found[p], key=replace(found[p].key, optimizer=optimizer))
     trainable = [spec.name for spec in found.values() if spec.key.trainable]
     if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):
         raise ConfigError(
@@ -180,6 +187,22 @@ def _narrowed(p: nn.Parameter, spec: ParamSpec, precision: Precision) -> ChunkGr
             f"blocks, take moments='bf16', or leave the parameter out with narrow_state"
         )
     return replace(spec.key, precision=precision)
+
+
+def _check_uncut(p: nn.Parameter, spec: ParamSpec, pattern: Pattern, optimizer: str) -> None:
+    """Raises ConfigError unless this rank's slice of a parameter is a whole matrix."""
+    cut, axes = None, [axis for axis, _ in pattern.shard if pattern.mesh.size(axis) > 1]
+    if tile_of(p) is not None:
+        cut = "a tile of a matrix"
+    elif axes:
+        cut = f"cut over the axes {axes}"
+    elif len(spec.shape) != 2:
+        cut = f"of {len(spec.shape)} dims"
+    if cut is not None:
+        raise ConfigError(
+            f"parameter {spec.name!r} is {cut}, and {optimizer} updates whole matrices of two dims: train it with an "
+            f"elementwise optimizer instead, as in em.wrap(model, (muon, adamw), plan=...)"
+        )
 
 
 def ranks_of(model: nn.Module, everywhere: Pattern) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The chunks of one wrapped model on this rank, and what gathers and reductions do together.
 
-Owns the moves that concern both: the end of a hold, of a round, an update, a reset. `gathers` and `reductions` issue
-every collective of a step, and nobody else does.
+Owns the moves that concern both: the end of a hold, of a round, an update, a reset. `gathers`, `reductions` and, in an
+update, `whole_updates` issue every collective of a step, and nobody else does.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.reductions import Reductions
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import Weights
+from elixir_moe.runtime.whole_updates import WholeUpdates
 from elixir_moe.runtime.writes import Writes
 
 
@@ -58,6 +59,7 @@ class Scheduler:
             self.writes,
             agreement,
         )
+        self.whole_updates = WholeUpdates(self.gathers, blocks, staging, streams, statistics)
         self.streams, self._blocks, self._staging = streams, blocks, staging
 
     @property

@@ -25,6 +25,7 @@ from elixir_moe.memory.slabs import (
     host_bytes_left,
     is_one_memory,
 )
+from elixir_moe.optim.joined import names_of_members
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
 from elixir_moe.runtime.model_spec import ModelSpec
@@ -35,7 +36,7 @@ _FOR_STATE = 0.8
 
 def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights: object) -> None:
     """Raises ConfigError on all ranks if their arguments would make them take different paths through `wrap`."""
-    kinds = {"optimizer": type(optimizer).__name__, "plan": type(plan).__name__, "weights": _kind(weights)}
+    kinds = {"optimizer": names_of_members(optimizer), "plan": type(plan).__name__, "weights": _kind(weights)}
     if isinstance(plan, AutoPlan):
         kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
     agree("the arguments of wrap", kinds, remedy="give all ranks the same", error=ConfigError)
@@ -54,7 +55,10 @@ def agree_on(plan: Plan, model: ModelSpec) -> None:
     lines = []
     for parameter, spec in zip(model.parameters, model.params, strict=True):
         pattern = pattern_of(parameter) or replicated_everywhere()
-        lines.append(f"{spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable} {pattern.describe()}")
+        by = f" by {spec.key.optimizer}" if spec.key.optimizer else ""
+        lines.append(
+            f"{spec.name} {spec.shape} {spec.key.dtype} trainable={spec.key.trainable}{by} {pattern.describe()}"
+        )
     described = {"plan": given, "parameters": lines}
     everyone = gathered((model.ranks, hashlib.sha256(repr(described).encode()).hexdigest()))
     if all(everyone[rank] == everyone[theirs[0]] for theirs, _ in everyone for rank in theirs):

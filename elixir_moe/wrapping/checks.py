@@ -21,7 +21,8 @@ from elixir_moe.hf.import_quantized import check_layers
 from elixir_moe.hf.peft import adapters_of_layers, base_of, begins_with_weight, reads_weight
 from elixir_moe.hf.pretrained import names_in_base
 from elixir_moe.memory.slabs import is_one_memory
-from elixir_moe.optim.accepted import check_optimizer, is_adam
+from elixir_moe.optim.accepted import check_optimizer, is_adam, modes_of
+from elixir_moe.optim.joined import elementwise_of, trained_whole
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.quantized.packed import packed_in, packed_parameters
 from elixir_moe.runtime.model_spec import TRAINED_IN
@@ -89,6 +90,31 @@ def _check_listing(model: nn.Module) -> None:
             f"{name!r} ({type(module).__module__}.{type(module).__name__}) puts new parameters in the place of its own "
             f"whenever they are listed, so that no shard or optimizer can hold them: leave it out of target_modules if "
             f"it is an adapter's, and adapt projections that are nn.Linear instead"
+        )
+
+
+def check_whole_matrices(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError if an optimizer of whole matrices cannot train under the plan, or with the other one."""
+    whole, elementwise = trained_whole(optimizer), elementwise_of(optimizer)
+    if not whole:
+        return
+    name = next(iter(whole.values()))
+    if elementwise is not None and (modes := modes_of(elementwise)):
+        raise ConfigError(
+            f"{type(elementwise).__name__} has {modes[0]}(), and cannot be joined with {name}: use one that is always "
+            f"in the same mode, such as AdamW"
+        )
+    if isinstance(plan, AutoPlan):
+        raise ConfigError(
+            f"em.Plan.auto does not know what a step of {name} costs: give the plan, such as em.Plan.zero3() or "
+            f"em.Plan.offload()"
+        )
+    if plan.disk is not None:
+        raise ConfigError(f"chunks on disk are not updated by {name}: leave disk out, or train all with AdamW")
+    if plan.precision.is_narrow:
+        raise ConfigError(
+            f"master={plan.master!r} and moments={plan.moments!r} are for Adam and AdamW, and {name} keeps fp32: leave "
+            f"both out of the plan"
         )
 
 

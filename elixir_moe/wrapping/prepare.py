@@ -5,7 +5,7 @@ bytes of a folder. `checks` and `agreement` have the checks themselves.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.distributed.all_ranks import raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.distributed.watchdog import watch
 from elixir_moe.hf.fused_experts import restore_classes, run_adapters_unmerged
 from elixir_moe.hf.import_quantized import import_quantized
 from elixir_moe.hf.pretrained import Pretrained
+from elixir_moe.optim.joined import join
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import start
 from elixir_moe.parallel.rules import annotate_dtensors
@@ -31,6 +32,7 @@ from elixir_moe.wrapping.checks import (
     check_disk,
     check_modules,
     check_precision,
+    check_whole_matrices,
 )
 from elixir_moe.wrapping.deferred_init import follow, unfollow
 
@@ -53,7 +55,7 @@ class Request:
 
 def accept(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     plan: Plan | AutoPlan,
     sample: Any,
@@ -68,13 +70,16 @@ def accept(
         ConfigError, TierError: an argument is wrong, or differs between ranks; on all ranks.
     """
 
-    def check() -> None:
+    def check() -> torch.optim.Optimizer:
+        optimizer = join(given)
         check_arguments(model, optimizer, plan, sample, step, compute_dtype)
+        check_whole_matrices(plan, optimizer)
         check_disk(plan, optimizer)
         check_precision(plan, optimizer)
         watch()
+        return optimizer
 
-    raise_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
+    optimizer = make_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
     here = start(device)
     watch()
     check_alike(optimizer, plan, weights)

@@ -24,6 +24,7 @@ from elixir_moe.distributed.collectives import Communicator, build_communicators
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_async
 from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.optim.joined import trained_whole
 from elixir_moe.runtime.model_spec import ModelSpec, describe
 from elixir_moe.runtime.units import Parts, find_parts, registered_forward
 from elixir_moe.wrapping.agreement import agree_on, host_bytes_of_a_rank
@@ -81,7 +82,8 @@ def resolve_plan(request: Request) -> Resolved:
         _LOG.debug("the search chose a plan: %s", plan.explanation)
     else:
         events = _events(request, parts)
-    describe_it = partial(describe, model, parts, events, request.compute_dtype, plan)
+    whole = trained_whole(request.optimizer)
+    describe_it = partial(describe, model, parts, events, request.compute_dtype, plan, whole)
     spec = make_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
     free_host_bytes = host_bytes_of_a_rank(spec.ranks, spec.parameters)

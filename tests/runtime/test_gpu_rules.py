@@ -355,8 +355,8 @@ def test_forked_processes_have_no_state_that_updates_would_copy() -> None:
     _, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=em.Plan.offload(rcache_blocks=2))
     (chunk,) = optimizer._chunks
     assert chunk.shard.master is not None and is_forked(chunk.shard.master)
-    assert optimizer._update._state and not any(
-        is_forked(array) for arrays in optimizer._update._state.values() for array in arrays
+    assert optimizer._updates.elementwise._arrays and not any(
+        is_forked(array) for arrays in optimizer._updates.elementwise._arrays.values() for array in arrays
     )
     optimizer.close()
     slab = Slab(8, torch.float32, Tier.HOST, torch.device("cuda"))

@@ -141,7 +141,7 @@ def updates_held_back(plan: em.Plan) -> list[str]:
     model, optimizer = sharded(plan)
     take_step(model, optimizer, 0)
     run_already = [threading.Event() for _ in range(LAYERS)]
-    prepare = optimizer._update.prepare
+    prepare = optimizer._updates.elementwise.prepare
 
     def held_back(chunk: Any, *args: Any) -> Callable[[], Any]:
         run, index = prepare(chunk, *args), chunk.spec.index
@@ -155,7 +155,7 @@ def updates_held_back(plan: em.Plan) -> list[str]:
 
         return update
 
-    optimizer._update.prepare = held_back  # type: ignore[method-assign]
+    optimizer._updates.elementwise.prepare = held_back  # type: ignore[method-assign]
     take_step(model, optimizer, 1)
     counted = em.inspect(
         model
@@ -245,7 +245,7 @@ def fails(chunk: Any, *args: Any) -> Callable[[], None]:
 
 def test_an_update_that_fails_is_told_to_whoever_looks(tmp_path: Path) -> None:
     model, optimizer = sharded(em.Plan.offload(rcache_blocks=2, chunk_numel=CHUNK))
-    optimizer._update.prepare = fails  # type: ignore[method-assign]
+    optimizer._updates.elementwise.prepare = fails  # type: ignore[method-assign]
     take_step(model, optimizer, 0)
     for look in (
         lambda: model(torch.zeros(1, D)),

@@ -170,7 +170,7 @@ def test_a_load_helps_after_an_update_that_has_failed(tmp_path: Path) -> None:
     em.save(tmp_path / "saved", model, optimizer)
     wanted = em.full_state_dict(model)
     model(torch.ones(2, 64)).sum().backward()
-    with patch.object(optimizer._update, "prepare", lambda *_: Mock(side_effect=MemoryError("once"))):
+    with patch.object(optimizer._updates.elementwise, "prepare", lambda *_: Mock(side_effect=MemoryError("once"))):
         optimizer.step()
     with pytest.raises(MemoryError, match="once"):
         model(torch.ones(2, 64))

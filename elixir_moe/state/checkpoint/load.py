@@ -338,9 +338,12 @@ def _check_precisions(present: list[HeldPiece], manifest: Manifest, state: Optim
 
 
 def _precision_of(piece: SavedPiece) -> tuple[str, str]:
-    """Returns (master, moments) of Adam's state in a save, by the plan's names."""
+    """Returns (master, moments) of the state in a save, by the plan's names."""
     names = {"F32": "fp32", "BF16": "bf16"}
-    master, moments = (str(piece.state.get(name)) for name in (WEIGHT, "exp_avg"))
+    master, moments = (
+        str(next(dtype for name, dtype in piece.state.items() if (name == WEIGHT) is is_weight))
+        for is_weight in (True, False)
+    )
     return names.get(master, master), "int8" if CODES in piece.scalars else names.get(moments, moments)
 
 

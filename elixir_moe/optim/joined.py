@@ -1,0 +1,87 @@
+"""Several optimizers as one: Muon for matrices, and an elementwise optimizer for all other parameters.
+
+Owns `Joined`, which `wrap` makes of a sequence of optimizers, and the questions about its members. Never steps.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from elixir_moe.chunks.param_spec import WHOLE_MATRIX
+from elixir_moe.errors import ConfigError
+
+
+class Joined(torch.optim.Optimizer):
+    """The groups, the state and the hooks of several optimizers; the groups stay those of the members."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises ConfigError if two members have a parameter in common."""
+        self.members = tuple(members)
+        try:
+            super().__init__([group for member in members for group in member.param_groups], {})
+        except ValueError as error:
+            raise ConfigError(
+                f"the optimizers {names_of_members(self)} of em.wrap share parameters ({error}): give each trainable "
+                f"parameter to one of them"
+            ) from error
+        self.state.update({key: state for member in members for key, state in member.state.items()})
+        for member in members:
+            self._optimizer_step_pre_hooks.update(member._optimizer_step_pre_hooks)
+            self._optimizer_step_post_hooks.update(member._optimizer_step_post_hooks)
+
+
+def join(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Returns the optimizer that `wrap` was given, or a sequence of them as one.
+
+    Raises:
+        ConfigError: a sequence has anything but optimizers, or more than one elementwise or one whole-matrix optimizer.
+    """
+    if not isinstance(given, (tuple, list)):
+        return given  # type: ignore[return-value]  # a single optimizer, which other checks look at
+    members = list(given)
+    if not members or not all(isinstance(member, torch.optim.Optimizer) for member in members):
+        raise ConfigError(
+            f"wrap needs a torch.optim.Optimizer, or a sequence of them such as (muon, adamw), got a sequence of "
+            f"{[type(member).__name__ for member in members]}"
+        )
+    for whole in (True, False):
+        alike = [type(member).__name__ for member in members if (whole_matrix(member) is not None) is whole]
+        if len(alike) > 1:
+            kind = "optimizer of whole matrices" if whole else "elementwise optimizer"
+            raise ConfigError(
+                f"em.wrap takes at most one {kind}, got {alike}: use param_groups of one optimizer for other settings"
+            )
+    return members[0] if len(members) == 1 else Joined(members)
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that were joined; the optimizer itself if none were."""
+    return optimizer.members if isinstance(optimizer, Joined) else (optimizer,)
+
+
+def names_of_members(optimizer: torch.optim.Optimizer) -> str:
+    """The classes of the members, for messages."""
+    return " and ".join(type(member).__name__ for member in members_of(optimizer))
+
+
+def whole_matrix(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name in `WHOLE_MATRIX` of an optimizer that updates whole matrices as its chunks do; None for all others."""
+    kind = type(optimizer)
+    return kind.__name__ if kind is torch.optim.Muon and kind.__name__ in WHOLE_MATRIX else None
+
+
+def elementwise_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The elementwise member, if there is one."""
+    return next((member for member in members_of(optimizer) if whole_matrix(member) is None), None)
+
+
+def trained_whole(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    """Returns {parameter: the whole-matrix optimizer that trains it}."""
+    return {
+        parameter: name
+        for member in members_of(optimizer)
+        if (name := whole_matrix(member)) is not None
+        for group in member.param_groups
+        for parameter in group["params"]
+    }

@@ -1,0 +1,110 @@
+"""Updates of whole chunks: gathered as weights are, changed as a whole, and brought back as gradients are.
+
+Owns the block that an update takes, and its collectives. They are those of weights and gradients, on the same
+communicators: the sum over the ranks has one term for each element that is not zero, and so is exact. To be called
+between the last reduction of a step and the first gather of the next one, for one chunk after the other, in the same
+order on all ranks. Knows nothing of matrices.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, gradients_of
+from elixir_moe.chunks.residence import CACHED
+from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.memory.blocks import Block, Blocks
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.streams import Streams
+from elixir_moe.spans import span
+
+SENT_IN = torch.bfloat16
+"""The dtype in which updates travel."""
+
+
+def update_memory(chunk: Chunk) -> torch.Tensor:
+    """The memory of the gradient in this rank's shard, (shard_numel,), for the update that takes its place.
+
+    fp32 or bf16: an fp16 gradient's memory holds bf16, since an update may be too small for fp16.
+    """
+    gradient = chunk.shard.gradient()
+    return gradient.view(SENT_IN) if gradient.dtype is torch.float16 else gradient
+
+
+class WholeUpdates:
+    """Brings whole updates together and back, for one wrapped model on one rank."""
+
+    def __init__(
+        self,
+        gathers: Gathers,
+        blocks: Blocks,
+        staging: torch.Tensor | None,
+        streams: Streams,
+        statistics: Statistics,
+    ) -> None:
+        self._gathers, self._blocks, self._staging = gathers, blocks, staging
+        self._streams, self._statistics = streams, statistics
+
+    def change(self, chunk: Chunk, own: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
+        """Calls `change` on the gathered update, and puts this rank's part of the sum over the ranks in `own`.
+
+        Args:
+            chunk: the chunk; it has no gathered weights.
+            own: this rank's part of the update, from `update_memory`.
+            change: works in place on the update of the whole chunk, (numel,).
+        """
+        spec = chunk.spec
+        if spec.residence.in_shard:
+            change(own)
+            self._add(chunk, own, own)
+            return
+        with self._block(chunk) as block, span("update", chunk.label):
+            whole = block.claim(spec).view(SENT_IN)[: spec.numel]
+            wire = block.wire(spec).view(SENT_IN)[: spec.numel]
+            (chunk.own_part(whole) if spec.shards > 1 else whole).copy_(own)
+            if spec.shards > 1:
+                self._count(chunk, "all_gather", wire)
+                chunk.communicator.all_gather(wire, spec.index, of=f"the update of {chunk.label}").wait()
+            change(whole)
+            self._add(chunk, wire, own)
+            block.vacate(self._streams.all_compute())
+
+    def _add(self, chunk: Chunk, update: torch.Tensor, own: torch.Tensor) -> None:
+        """Sums the `update` over the ranks, and copies this rank's part to `own`."""
+
+        def bring(reduced: torch.Tensor, squares: float | None = None) -> None:
+            if reduced is not own:
+                own.copy_(reduced)
+
+        communicator, spec, what = chunk.communicator, chunk.spec, f"the update of {chunk.label}"
+        if spec.shards == 1:
+            if communicator.size > 1:
+                self._count(chunk, "all_reduce", update)
+            communicator.all_reduce(update, bring, of=what).wait()
+            return
+        self._count(chunk, "reduce_scatter", update)
+        staging = None
+        if communicator.needs_staging(None):
+            assert self._staging is not None
+            numel = spec.numel if communicator.size > 2 else spec.shard_numel
+            staging = self._staging[: numel * update.itemsize].view(update.dtype)
+        communicator.reduce_scatter(update, staging, bring, tag=spec.index, of=what).wait()
+
+    def _count(self, chunk: Chunk, kind: str, update: torch.Tensor) -> None:
+        self._statistics.collective_bytes[chunk.group, kind] += update.nbytes * (1 + (kind == "all_reduce"))
+
+    @contextmanager
+    def _block(self, chunk: Chunk) -> Iterator[Block]:
+        """The memory for a gathered chunk, which no weights are in."""
+        index = chunk.spec.index
+        if chunk.spec.residence is not CACHED:
+            yield self._blocks.own[index]
+            return
+        item = (gradients_of(index),)
+        self._gathers.ask(ACQUIRE, item, tracked=False, who=f"the update of {chunk.label}")
+        try:
+            yield self._blocks.shared[self._gathers.cache.block_of(item[0])]
+        finally:
+            self._gathers.ask(RELEASE, item, tracked=False, who="a release")

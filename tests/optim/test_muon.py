@@ -1,0 +1,338 @@
+"""Muon on shards against `torch.optim.Muon` in one process.
+
+Where nothing else is said, all ranks have the same rows, and the first all the weight, so that the mean of the
+gradients is that of one process to the bit, in whatever order it is summed. SGD trains what Muon does not: it runs
+torch's own code. Then every plan makes torch's operations on the same numbers, and weights must be equal to the bit.
+Newton-Schulz in bf16 would multiply a difference of the last bit: so torch clips to the norm that the plan has found,
+which is compared by itself.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import elixir_moe as em
+from elixir_moe.chunks.ledger import footprint
+from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
+from elixir_moe.errors import ConfigError
+from elixir_moe.optim.whole_matrix import matrices_of, owners
+from tests.support.cases import with_further
+from tests.support.every import same_tensors
+from tests.support.parity import mesh_of_world
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+WORDS, WIDTH, ROWS = 48, 16, 8
+STEPS = 3
+PLANS = {
+    "ddp": em.Plan.ddp(),
+    "zero2": em.Plan.zero2(chunk_numel=2048),
+    "zero3": em.Plan.zero3(chunk_numel=2048, rcache_blocks=4),
+    "offload": em.Plan.offload(chunk_numel=2048, rcache_blocks=4),
+    "partly on the device": em.Plan.offload(chunk_numel=2048, rcache_blocks=4, device_chunks=2),
+}
+
+
+class Layers(nn.Module):
+    """Matrices that are square, wide and tall, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.square = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"wide": nn.Linear(40, WIDTH, bias=False), "tall": nn.Linear(WIDTH, 40)}) for _ in range(3)
+        )
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.square(self.words(x))
+        for layer in self.layers:
+            h = h + layer["wide"](torch.tanh(layer["tall"](h)))  # type: ignore[index]
+        return self.head(self.norm(h))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).float().flatten(0, -2), x.flatten())
+
+
+def rows(step: int, micro: int, first: int = 0, count: int = ROWS) -> Tensor:
+    return torch.randint(WORDS, (ROWS, 5), generator=torch.Generator().manual_seed(100 * step + micro))[first:][:count]
+
+
+def build(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return Layers()
+
+
+def optimizers(model: nn.Module, elementwise: str = "SGD") -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Muon in two groups for the matrices of layers, and an elementwise optimizer for the rest."""
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n.split(".")[0] not in ("words", "head")}
+    tall = [p for name, p in matrices.items() if "tall" in name]
+    others = [p for name, p in matrices.items() if "tall" not in name]
+    muon = torch.optim.Muon(
+        [{"params": tall}, {"params": others, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}], lr=0.02
+    )
+    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices.values())]
+    kinds = {
+        "SGD": lambda: torch.optim.SGD(rest, lr=0.1, momentum=0.9),
+        "AdamW": lambda: torch.optim.AdamW(rest, lr=1e-2, eps=1e-4),
+    }
+    return muon, kinds[elementwise]()
+
+
+def plain(
+    dtype: torch.dtype,
+    accumulation: int,
+    clip: float | None,
+    elementwise: str = "SGD",
+    *,
+    norms: list[float] | None = None,
+    ranks: int = 1,
+) -> list[dict[str, Tensor]]:
+    """The weights after each step: fp32 masters, forward and backward in `dtype`, gradients summed in fp32.
+
+    `norms` are those that gradients are clipped by, if not by torch's. `ranks` parts of the rows have a backward each.
+    """
+    model = build()
+    computed = deepcopy(model).to(dtype)
+    both = optimizers(model, elementwise)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(both[0], lambda step: 1 / (1 + step))
+    found = []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            for part in rows(step, micro).chunk(ranks):
+                (loss_of(computed, part) / accumulation).backward()
+                for master, parameter in zip(model.parameters(), computed.parameters(), strict=True):
+                    if parameter.grad is not None:
+                        gradient = parameter.grad.float() / ranks
+                        master.grad = gradient if master.grad is None else master.grad + gradient
+                    parameter.grad = None
+        if clip is not None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients).item()
+            if norms is not None:
+                assert norms[step] == pytest.approx(norm, rel=1e-6)
+                norm = norms[step]
+            for gradient in gradients:
+                gradient *= min(1.0, clip / (norm + 1e-6))
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        with torch.no_grad():
+            for master, parameter in zip(model.parameters(), computed.parameters(), strict=True):
+                parameter.copy_(master)
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+def trained(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    accumulation: int = 1,
+    clip: float | None = None,
+    *,
+    first: int = 0,
+    count: int = ROWS,
+) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """(rank) The weights after each step of a wrapped model, and the norms of the gradients."""
+    found, norms = [], []
+    weight = 1 if count < ROWS else dist.get_world_size() * (dist.get_rank() == 0)
+    for step in steps:
+        for micro in range(accumulation):
+            loss = weight * loss_of(model, rows(step, micro, first, count)) / accumulation
+            optimizer.scale(loss).backward()
+        if clip is not None:
+            norms.append(optimizer._decision.clip(clip))  # not rounded
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(em.full_state_dict(model, all_ranks=True))
+    return found, norms
+
+
+def wrapped(
+    plan: em.Plan,
+    dtype: torch.dtype,
+    accumulation: int,
+    clip: float | None,
+    elementwise: str = "SGD",
+    *,
+    apart: bool = False,
+) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """(rank) The same as `plain` under a plan, and the norms; `apart`, each rank has rows of its own."""
+    mesh_of_world()
+    count = ROWS // dist.get_world_size() if apart else ROWS
+    first = count * dist.get_rank() if apart else 0
+    model = build()
+    both = optimizers(model, elementwise)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(both[0], lambda step: 1 / (1 + step))
+    model, optimizer = em.wrap(model, both, plan=plan, compute_dtype=dtype)
+    found, norms = [], []
+    for step in range(STEPS):
+        once = range(step, step + 1)
+        weights, clipped = trained(model, optimizer, once, accumulation, clip, first=first, count=count)
+        scheduler.step()
+        found += weights
+        norms += clipped
+    optimizer.close()
+    return found, norms
+
+
+def every_plan(*given: Any) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
+    """(rank) The weights and norms under each plan."""
+    return {name: wrapped(plan, *given) for name, plan in PLANS.items()}
+
+
+CASES = list(product((1, 2, 4), (torch.float32, torch.bfloat16), (1, 4), (None, 0.5)))
+QUICK = [CASES[0], CASES[7], CASES[9], CASES[14], CASES[19], CASES[20]]
+
+
+@pytest.mark.parametrize(("world", "dtype", "accumulation", "clip"), with_further(CASES, QUICK))
+def test_weights_are_those_of_torch_to_the_bit_under_every_plan(
+    world: int, dtype: torch.dtype, accumulation: int, clip: float | None, ranks: Ranks
+) -> None:
+    everywhere = ranks(world).run(every_plan, dtype, accumulation, clip)
+    for plan in PLANS:
+        wanted = plain(dtype, accumulation, clip, norms=everywhere[0][plan][1] if clip else None)
+        for found in (of_rank[plan][0] for of_rank in everywhere):
+            for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+                assert same_tensors(mine, theirs), f"{plan}, step {step}"
+
+
+@pytest.mark.parametrize("plan", ["zero3", "offload"])
+def test_rows_of_their_own_and_adamw_give_the_same_weights(plan: str, ranks: Ranks) -> None:
+    """The order of sums differs by a rounding, of which Newton-Schulz makes at most some rounded bf16 elements."""
+    wanted = plain(torch.float32, 2, 0.5, "AdamW", ranks=2)
+    for found, norms in ranks(2).run(wrapped, PLANS[plan], torch.float32, 2, 0.5, "AdamW", apart=True):
+        assert min(norms) > 0.5, "a step was not clipped"
+        for mine, theirs in zip(found, wanted, strict=True):
+            for name, weight in theirs.items():
+                assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def resumed(folder: Path, before: str, after: str, world: int) -> list[dict[str, Tensor]]:
+    """(rank) Two steps under a plan, saved, or three more of which the second plan has loaded the two."""
+    mesh_of_world()
+    model = build(seed=3 if before else 9)
+    model, optimizer = em.wrap(model, optimizers(model), plan=PLANS[before or after])
+    if after:
+        em.load(folder, model, optimizer)
+    found, _ = trained(model, optimizer, range(2, 4) if after else range(2))
+    if before:
+        em.save(folder, model, optimizer)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "worlds"), [("zero3", "offload", (2, 1)), ("ddp", "zero2", (1, 2))])
+def test_a_checkpoint_loads_under_another_plan_and_number_of_ranks(
+    before: str, after: str, worlds: tuple[int, int], ranks: Ranks, tmp_path: Path
+) -> None:
+    first = ranks(worlds[0]).run(resumed, tmp_path / "save", before, "", worlds[0])[0]
+    then = ranks(worlds[1]).run(resumed, tmp_path / "save", "", after, worlds[1])[0]
+    model = build()
+    both = optimizers(model)
+    for step, found in enumerate([*first, *then]):
+        loss_of(model, rows(step, 0)).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_tensors(found, model.state_dict()), step
+
+
+def held(plan: em.Plan, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """(rank) {tier: bytes of state held after a step}, and those that the plan allows."""
+    mesh_of_world()
+    model = build()
+    model, optimizer = em.wrap(model, optimizers(model, "AdamW"), plan=plan, compute_dtype=dtype)
+    trained(model, optimizer, range(1))
+    inspection, kept = em.inspect(model), model._elixir.kept
+    counted: dict[str, int] = {}
+    for chunk in model._elixir.scheduler.chunks:
+        for tier, nbytes in chunk.shard.held_bytes().items():
+            counted[tier] = counted.get(tier, 0) + nbytes
+        counted[chunk.shard.tier] = counted.get(chunk.shard.tier, 0) + kept.bytes_of(chunk)
+    allowed = {tier: nbytes for tier, nbytes in inspection.footprint.shard_bytes.items() if nbytes}
+    optimizer.close()
+    return counted, allowed
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ledger_counts_one_moment_of_each_matrix(plan: str, ranks: Ranks) -> None:
+    for counted, allowed in ranks(2).run(held, PLANS[plan], torch.bfloat16):
+        assert counted == allowed
+
+
+def test_a_matrix_takes_four_bytes_of_state_beside_the_master() -> None:
+    layout = build_layout([spec_of("w", (64, 64), "Muon", (0, 1))])
+    needed = footprint(em.Plan.zero3(rcache_blocks=2), layout, over_gloo=True)
+    assert needed.shard_bytes["device"] == 64 * 64 * (2 + 4 + 4) // 2
+
+
+def spec_of(name: str, shape: tuple[int, ...], optimizer: str, group: tuple[int, ...]) -> ParamSpec:
+    key = ChunkGroupKey(ranks=group, dtype=torch.bfloat16, trainable=True, divisor=len(group), optimizer=optimizer)
+    return ParamSpec(name=name, shape=shape, key=key)
+
+
+def test_owners_share_the_work_of_a_chunk_and_of_all() -> None:
+    everyone = (0, 1, 2, 3)
+    shapes = [(64, 64), (64, 64), (128, 64), (64, 128), (64, 64), (64, 64), (8, 8)]
+    chunk = build_layout([spec_of(f"w{i}", shape, "Muon", everyone) for i, shape in enumerate(shapes)], 1 << 16).chunks
+    assert len(chunk) == 1
+    found = owners([(chunk[0], matrices_of(chunk[0], shapes))])[0]
+    assert found == (2, 3, 0, 1, 2, 3, 0), "the two costliest have a rank each, the four others share two"
+    single = build_layout([spec_of(f"w{i}", (64, 64), "Muon", everyone) for i in range(8)], 64 * 64).chunks
+    assert [owner for (owner,) in owners([(one, matrices_of(one, [(64, 64)])) for one in single])] == [0, 1, 2, 3] * 2
+
+
+def test_a_chunk_has_matrices_alone() -> None:
+    specs = [spec_of("a", (4, 4), "Muon", (0,)), spec_of("b", (4, 4), "", (0,)), spec_of("c", (4, 4), "Muon", (0,))]
+    assert [[slot.param for slot in chunk.slots] for chunk in build_layout(specs, 1 << 10).chunks] == [[0, 2], [1]]
+
+
+class Mine(torch.optim.Muon):
+    """An optimizer that may do anything."""
+
+
+def refusals() -> dict[str, tuple[Callable[[nn.Module], Any], Any, str]]:
+    zero3 = em.Plan.zero3()
+    muon, sgd = (lambda model: optimizers(model)[0]), (lambda model: optimizers(model)[1])
+    return {
+        "missing": (muon, zero3, "trainable parameters are in no param_group"),
+        "twice": (
+            lambda m: (muon(m), torch.optim.SGD(m.parameters())),
+            zero3,
+            "Muon and SGD of em.wrap share parameters",
+        ),
+        "two elementwise": (
+            lambda m: (muon(m), sgd(m), sgd(m)),
+            zero3,
+            r"at most one elementwise optimizer, got .*'SGD', 'SGD'",
+        ),
+        "two of matrices": (lambda m: (muon(m), muon(m)), zero3, "at most one optimizer of whole matrices"),
+        "no optimizer": (lambda m: (muon(m), 3), zero3, "a sequence of them such as .* 'int'"),
+        "nothing": (lambda m: (), zero3, "a sequence of them such as"),
+        "a class of its own": (lambda m: Mine(optimizers(m)[0].param_groups), zero3, "Muon looks at whole tensors"),
+        "searched": (lambda m: optimizers(m), em.Plan.auto(loss_of, rows(0, 0)), "what a step of Muon costs"),
+        "narrow": (lambda m: optimizers(m), em.Plan.zero3(moments="bf16"), "Muon keeps fp32"),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_what_muon_cannot_do_is_refused_with_what_to_do_instead(case: str) -> None:
+    make, plan, message = refusals()[case]
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        em.wrap(model, make(model), plan=plan)
