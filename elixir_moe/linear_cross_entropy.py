@@ -56,9 +56,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Computes ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits; () fp32.
 
-    Labels are not shifted. Tokens whose label is `ignore_index` cost no product. Logits, their sums and the gradient of
-    the weight are in fp32; operands of products are in the weight's dtype. For a head that scales its logits, pass
-    ``hidden * scale``. Without a single label, the mean is nan and gradients are zero, as in torch.
+    Labels are not shifted. Tokens whose label is `ignore_index` cost no product. Logits are in fp32, and so are their
+    sums and that of the weight's gradient, which waits for backward in the weight's dtype (fp32 for fp16). Operands of
+    products are in the weight's dtype. For a head that scales its logits, pass ``hidden * scale``. Without a single
+    label, the mean is nan and gradients are zero, as in torch.
 
     The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. If
     `em.quantize` has quantized the head, at most `chunk_bytes` of weights are decoded at a time.
@@ -230,21 +231,9 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *given: Any) -> Tensor:
         whole, (labels, head, with_grad) = _Part(*given[:-3]), given[-3:]
-        weight = whole.values()
-        needs = [with_grad and need for need in ctx.needs_input_grad[:3]]
-        sums = _Gradients.of(rows, weight, needs)
-        losses = rows.new_empty(len(rows), dtype=sums.dtype)
-        smooth = head.label_smoothing
-        of_picked, of_total = (losses.new_full((1,), value) for value in (smooth - 1, -smooth / len(weight)))
-        with torch.autocast(rows.device.type, enabled=False):
-            for part, chunk in _chunks(rows, weight, whole.bias, labels, head):
-                sum_of_exp, picked, total = chunk.statistics()
-                losses[part] = sum_of_exp - (1 - smooth) * picked
-                if smooth:
-                    losses[part] -= total * (smooth / len(weight))
-                if any(needs):
-                    chunk.to_gradient(sum_of_exp, None, of_picked, of_total)
-                    sums.add(chunk, part, weight)
+        losses, sums = _summed(rows, whole, labels, head, [with_grad and need for need in ctx.needs_input_grad[:3]])
+        if sums.weight is not None and whole.weight.dtype is not torch.float16:  # might overflow before it is unscaled
+            sums.weight = sums.weight.to(whole.weight.dtype)
         ctx.save_for_backward(sums.rows, sums.weight, sums.bias)
         ctx.dtypes = [None if t is None else t.dtype for t in (rows, *whole[:2])]
         return losses.sum()
@@ -260,6 +249,27 @@ class _Whole(torch.autograd.Function):
             else:
                 scaled.append((sums * grads[0] if reused else sums.mul_(grads[0])).to(dtype))
         return *scaled, *(None,) * 6
+
+
+def _summed(
+    rows: Tensor, whole: _Part, labels: Tensor, head: _Head, needs: Sequence[bool]
+) -> tuple[Tensor, "_Gradients"]:
+    """Returns the (N,) losses, and the gradients of their sum."""
+    weight = whole.values()
+    sums = _Gradients.of(rows, weight, needs)
+    losses = rows.new_empty(len(rows), dtype=sums.dtype)
+    smooth = head.label_smoothing
+    of_picked, of_total = (losses.new_full((1,), value) for value in (smooth - 1, -smooth / len(weight)))
+    with torch.autocast(rows.device.type, enabled=False):
+        for part, chunk in _chunks(rows, weight, whole.bias, labels, head):
+            sum_of_exp, picked, total = chunk.statistics()
+            losses[part] = sum_of_exp - (1 - smooth) * picked
+            if smooth:
+                losses[part] -= total * (smooth / len(weight))
+            if any(needs):
+                chunk.to_gradient(sum_of_exp, None, of_picked, of_total)
+                sums.add(chunk, part, weight)
+    return losses, sums
 
 
 # --------------------------------------------------------------------------------------------------------- tiled head

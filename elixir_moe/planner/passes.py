@@ -2,7 +2,8 @@
 
 Owns the peak as a function of their number. While one micro-batch runs a leg between two turns, each other one has what
 it keeps where the leg begins or ends: inputs of checkpointed regions, say, but nothing that the leg frees. A gradient
-of a parameter is there once for all, as a sum in fp32. Pure.
+of a parameter that backward makes is there once for all, as a sum in fp32; one that forward makes, as a fused loss does
+for its head, is there for each micro-batch until its backward. Pure.
 """
 
 from collections import defaultdict
@@ -75,23 +76,27 @@ class _Memory:
     """{leg: bytes of sums}."""
     _widened: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     """{leg: bytes of its largest gradient in fp32, which is made to be added}."""
-    _opened: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """{bytes of gradients: legs in which such gradients were made}."""
+    _opened: defaultdict[int, list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    """{bytes of gradients: legs of backward in which such gradients were made; None for forward}."""
     _since: int | None = None
-    """The leg that made the gradient that is accumulated next, if it is known."""
+    """The leg of backward that made the gradient that is accumulated next, if it is known."""
+    _in_backward: bool = False
 
     def hear(self, event: CostEvent) -> None:
         """Adds an event."""
         if event.kind is Cost.LOSS:
             self.begin_leg()
+            self._in_backward = True
         if event.kind is not Cost.MEMORY:
             return
         self.live.append(self.live[-1] + event.nbytes)
-        self.lasting.append(self.lasting[-1] + event.nbytes * (not event.of_gradient))
+        summed = event.of_gradient and self._in_backward
         if event.of_gradient and event.nbytes > 0:
-            self._opened[event.nbytes].append(self._leg)
+            self._opened[event.nbytes].append(self._leg if summed else None)
         elif event.of_gradient:
             self._since = self._opened[-event.nbytes].pop()
+            summed = self._since is not None
+        self.lasting.append(self.lasting[-1] + event.nbytes * (not summed))
 
     @property
     def _leg(self) -> int:
