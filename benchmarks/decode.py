@@ -13,7 +13,8 @@ import torch
 from benchmarks.measure import in_turn
 from benchmarks.report import race_row
 from benchmarks.workload import SEED
-from elixir_moe.quantized.decoders import NF4_BLOCK, decode_nf4
+from elixir_moe.quantized.decoders import NF4_BLOCK
+from elixir_moe.quantized.formats import SCHEMES
 
 ROW = "decode of NF4 to bf16"
 PEER = "a copy of the same bytes"
@@ -31,7 +32,10 @@ def rows(quick: bool, _: Any, rounds: int) -> list[dict[str, Any]]:
     nbytes = codes.nbytes + scales.nbytes + out.nbytes
     source, target = torch.rand(nbytes // 8, generator=draw), torch.zeros(nbytes // 8)
     every = torch.get_num_threads()
-    ours, stream = _timed(lambda: decode_nf4(codes, scales, out), 1), _timed(lambda: target.copy_(source), every)
+    ours, stream = (
+        _timed(lambda: SCHEMES["nf4"].decode_into(codes, scales, out), 1),
+        _timed(lambda: target.copy_(source), every),
+    )
     times = in_turn(ours, stream, 3 * rounds)
     torch.set_num_threads(every)
     what = {"name": ROW, "peer": PEER, "workload": f"{numel} weights", "ranks": 1, "limit": LIMIT}

@@ -38,121 +38,6 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 NF4_BLOCK, MXFP4_BLOCK, FP8_BLOCK = 64, 32, 128
 """Elements that share a scale; for FP8 in both dimensions of a matrix."""
 
-_DECODED_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def decode_nf4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes ``NF4_VALUES[code] * scale`` to `out`, the fp32 product rounded to nearest even.
-
-    Blocks of `NF4_BLOCK` elements in memory order share a scale, which bitsandbytes calls `absmax`. The last block may
-    be shorter.
-
-    Args:
-        codes: uint8, half as many elements as `out`, rounded up; the first of two codes is in the high four bits.
-        scales: fp32, one per block.
-        out: bfloat16 or fp32, of any shape.
-
-    All are contiguous and on one device. On a CPU the native decoder runs, on as many threads as torch uses; on a GPU
-    Triton's, if Triton works; elsewhere, and on fake tensors, torch's operators. All give the same values, and NaN
-    where a scale is NaN.
-
-    Raises:
-        ValueError: The arrays do not match as described above.
-    """
-    _check_packed(codes, scales, out, torch.uint8, torch.float32)
-    _check_numel("codes", codes, -(-out.numel() // 2))
-    _check_numel("scales", scales, -(-out.numel() // NF4_BLOCK))
-    _decode_nibbles(codes, scales, out, NF4_VALUES, NF4_BLOCK, high_first=True)
-
-
-def decode_mxfp4(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes ``E2M1_VALUES[code] * 2 ** (scale - 127)`` to `out`, the fp32 product rounded to nearest even.
-
-    Blocks of `MXFP4_BLOCK` elements of a row share a scale, as in gpt-oss. A scale of 255 is NaN.
-
-    Args:
-        codes: uint8, half as many elements as `out`; the first of two codes is in the low four bits.
-        scales: uint8, one per block.
-        out: bfloat16 or fp32; its last dimension is a multiple of a block.
-
-    Devices, memory layout and NaNs are as for `decode_nf4`.
-
-    Raises:
-        ValueError: The arrays do not match as described above.
-    """
-    _check_packed(codes, scales, out, torch.uint8, torch.uint8)
-    if out.ndim < 1 or out.shape[-1] % MXFP4_BLOCK:
-        raise ValueError(f"out has shape {tuple(out.shape)}; its last dimension must be a multiple of {MXFP4_BLOCK}")
-    _check_numel("codes", codes, out.numel() // 2)
-    _check_numel("scales", scales, out.numel() // MXFP4_BLOCK)
-    _decode_nibbles(codes, scales, out, E2M1_VALUES, MXFP4_BLOCK, high_first=False)
-
-
-def decode_fp8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes ``code * scale`` to `out`, the fp32 product rounded to nearest even.
-
-    Blocks of `FP8_BLOCK` x `FP8_BLOCK` elements of a matrix share a scale, as in DeepSeek-V3, which calls it
-    `weight_scale_inv`. Blocks at the border may be smaller.
-
-    Args:
-        codes: float8_e4m3fn, of the shape of `out`.
-        scales: fp32, (..., ceil(rows / FP8_BLOCK), ceil(cols / FP8_BLOCK)).
-        out: bfloat16 or fp32, (..., rows, cols): one matrix or several.
-
-    Devices, memory layout and NaNs are as for `decode_nf4`.
-
-    Raises:
-        ValueError: The arrays do not match as described above.
-    """
-    _check_packed(codes, scales, out, torch.float8_e4m3fn, torch.float32)
-    if out.ndim < 2:
-        raise ValueError(f"out has shape {tuple(out.shape)}; FP8 has blocks of matrices, at least two dimensions")
-    _check_shape("codes", codes, tuple(out.shape))
-    blocks = tuple(-(-size // FP8_BLOCK) for size in out.shape[-2:])
-    _check_shape("scales", scales, (*out.shape[:-2], *blocks))
-    _decode_octets(codes, scales, out, (FP8_BLOCK, FP8_BLOCK))
-
-
-def decode_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes ``code * scale`` to `out`, the fp32 product rounded to nearest even. Each row has a scale.
-
-    Args:
-        codes: int8, of the shape of `out`.
-        scales: fp32, of the shape of `out` without its last dimension.
-        out: bfloat16 or fp32, (..., cols).
-
-    Devices, memory layout and NaNs are as for `decode_nf4`.
-
-    Raises:
-        ValueError: The arrays do not match as described above.
-    """
-    _check_packed(codes, scales, out, torch.int8, torch.float32)
-    if out.ndim < 1:
-        raise ValueError("out has no dimension; int8 has a scale for each row")
-    _check_shape("codes", codes, tuple(out.shape))
-    _check_shape("scales", scales, tuple(out.shape[:-1]))
-    _decode_octets(codes, scales.unsqueeze(-1), out, (1, out.shape[-1]))
-
-
-def _check_packed(codes: Tensor, scales: Tensor, out: Tensor, code: torch.dtype, scale: torch.dtype) -> None:
-    for name, array, dtypes in (("codes", codes, (code,)), ("scales", scales, (scale,)), ("out", out, _DECODED_DTYPES)):
-        if array.dtype not in dtypes:
-            raise ValueError(f"{name} is {array.dtype}, expected {' or '.join(map(str, dtypes))}")
-        if not array.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, found shape {tuple(array.shape)}, strides {array.stride()}")
-        if array.device != out.device:
-            raise ValueError(f"{name} is on {array.device}, out on {out.device}; they must agree")
-
-
-def _check_numel(name: str, array: Tensor, numel: int) -> None:
-    if array.numel() != numel:
-        raise ValueError(f"{name} has {array.numel()} elements, expected {numel} for this out")
-
-
-def _check_shape(name: str, array: Tensor, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {shape} for this out")
-
 
 def decodes_in_one_pass(device: torch.device) -> bool:
     """Whether a kernel decodes on this device in one pass, instead of torch's operators."""
@@ -187,15 +72,15 @@ def _values_on(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def _decode_nibbles(
-    codes: Tensor,
-    scales: Tensor,
-    out: Tensor,
-    values: tuple[float, ...],
-    block: int,
-    *,
-    high_first: bool,
+def decode_nibbles(
+    codes: Tensor, scales: Tensor, out: Tensor, *, values: tuple[float, ...], block: int, high_first: bool
 ) -> None:
+    """Writes ``values[code] * scale`` to `out`, bf16 or fp32, the fp32 product rounded to nearest even.
+
+    A byte has two codes, the first in its high four bits if `high_first`. A scale is that of `block` elements in memory
+    order: fp32, or uint8 for ``2 ** (scale - 127)`` (255 is NaN). All are contiguous and on one device: on a CPU
+    the native decoder runs, on a GPU Triton's if it works, elsewhere and on fake tensors torch's operators.
+    """
     codes, scales, out = codes.detach().view(-1), scales.detach().view(-1), out.detach().view(-1)
     if (triton := _in_triton(out)) is not None:
         table = _values_on(values, out.device)
@@ -224,11 +109,16 @@ def _decode_nibbles(
 
 
 @torch.no_grad()
-def _decode_octets(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
-    """Decodes matrices; `scales` has as many dimensions as `out`."""
+def decode_octets(codes: Tensor, scales: Tensor, out: Tensor, *, block: tuple[int, int]) -> None:
+    """Writes ``code * scale`` to matrices (..., rows, columns), as `decode_nibbles` does.
+
+    A code is float8_e4m3fn or int8. An fp32 scale is that of a `block` of rows and columns, of whole rows if it has 0
+    columns; blocks at the border may be smaller.
+    """
     if not out.numel():
         return
-    rows, cols = out.shape[-2:] if out.ndim > 1 else (1, out.numel())
+    rows, cols = out.shape[-2:]
+    block = block[0], block[1] or cols
     codes, scales, out = codes.detach(), scales.detach(), out.detach().view(-1, rows, cols)
     if _in_host_memory(out):
         _native.decode_octets(

@@ -21,6 +21,7 @@ with gpt-oss; DeepSeek-V3, 3.3 (FP8), which calls the scales `weight_scale_inv`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,15 @@ from torch import Tensor
 from elixir_moe.errors import ConfigError, unknown_name
 from elixir_moe.names import SchemeName
 from elixir_moe.parallel.meta_tensors import has_data
-from elixir_moe.quantized import decoders
-from elixir_moe.quantized.decoders import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, NF4_VALUES
+from elixir_moe.quantized.decoders import (
+    E2M1_VALUES,
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    NF4_BLOCK,
+    NF4_VALUES,
+    decode_nibbles,
+    decode_octets,
+)
 from elixir_moe.torch_private import DisableTorchFunction
 
 SLICE_NUMEL = 1 << 22
@@ -190,10 +198,6 @@ def _int8_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales).round().clamp(-_INT8_LARGEST, _INT8_LARGEST), scales
 
 
-def _int8_decode(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
-    decoders.decode_int8(codes, scales.squeeze(-1), weight)
-
-
 def _factor(largest: Tensor, code: float) -> Tensor:
     """Returns the scale that maps the largest `code` to the largest weight; 1 where all weights are 0."""
     scales = largest / code
@@ -211,7 +215,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=False,
             encode_rows=_nf4_encode,
-            decode_into=decoders.decode_nf4,
+            decode_into=partial(decode_nibbles, values=NF4_VALUES, block=NF4_BLOCK, high_first=True),
         ),
         Scheme(
             name="fp8",
@@ -221,7 +225,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=True,
             encode_rows=_fp8_encode,
-            decode_into=decoders.decode_fp8,
+            decode_into=partial(decode_octets, block=(FP8_BLOCK, FP8_BLOCK)),
         ),
         Scheme(
             name="mxfp4",
@@ -231,7 +235,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.uint8,
             ragged=False,
             encode_rows=_mxfp4_encode,
-            decode_into=decoders.decode_mxfp4,
+            decode_into=partial(decode_nibbles, values=E2M1_VALUES, block=MXFP4_BLOCK, high_first=False),
         ),
         Scheme(
             name="int8",
@@ -241,7 +245,7 @@ SCHEMES: Mapping[str, Scheme] = {
             scales_dtype=torch.float32,
             ragged=True,
             encode_rows=_int8_encode,
-            decode_into=_int8_decode,
+            decode_into=partial(decode_octets, block=(1, 0)),
         ),
     )
 }

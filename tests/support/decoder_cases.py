@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elixir_moe.quantized import decoders
+from elixir_moe.quantized.formats import SCHEMES
 
 DTYPES = [torch.bfloat16, torch.float32]
 NASTY = [0.0, -0.0, 1.0, -3.7, 1e-45, 2.0**-126, 2.0**-133, 1e-39, 3.3e38, -3.3e38, math.inf, -math.inf, math.nan]
@@ -63,23 +63,23 @@ class Guarded:
 
 CASES: dict[str, Callable[[torch.dtype, tuple[int, int]], tuple[Any, ...]]] = {
     "nf4": lambda dtype, shape: (
-        decoders.decode_nf4,
+        SCHEMES["nf4"].decode_into,
         drawn_bytes(-(-math.prod(shape) // 2)),
         drawn_scales(-(-math.prod(shape) // 64)),
     ),
     "mxfp4": lambda dtype, shape: (
-        decoders.decode_mxfp4,
+        SCHEMES["mxfp4"].decode_into,
         drawn_bytes(shape[0], shape[1] // 2),
         drawn_bytes(shape[0], shape[1] // 32),
     ),
     "fp8": lambda dtype, shape: (
-        decoders.decode_fp8,
+        SCHEMES["fp8"].decode_into,
         drawn_bytes(*shape).view(torch.float8_e4m3fn),
         drawn_scales(-(-shape[0] // 128), -(-shape[1] // 128)),
     ),
     "int8": lambda dtype, shape: (
-        decoders.decode_int8,
+        SCHEMES["int8"].decode_into,
         drawn_bytes(*shape).view(torch.int8),
-        drawn_scales(shape[0]),
+        drawn_scales(shape[0], 1),
     ),
 }
