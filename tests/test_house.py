@@ -164,7 +164,7 @@ def test_programs_use_the_public_names_the_errors_and_the_port() -> None:
 
 
 def test_the_port_has_no_code() -> None:
-    """Only imports, a list of them, and its version."""
+    """Only imports, and its version."""
     lines = (ast.Expr, ast.ImportFrom, ast.Assign)
     port = [path for path in FILES if path.is_relative_to(PACKAGE / "ext")]
     assert len(port) > 5

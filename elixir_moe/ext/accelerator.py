@@ -12,16 +12,3 @@ from elixir_moe.accelerator import (
     is_accelerator,
     total_bytes,
 )
-
-__all__ = [
-    "HIDDEN",
-    "api",
-    "backends",
-    "capability",
-    "count",
-    "expandable_by",
-    "found",
-    "has_bf16",
-    "is_accelerator",
-    "total_bytes",
-]

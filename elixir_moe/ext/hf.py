@@ -5,15 +5,3 @@ from elixir_moe.hf.fused_loss import FusedLoss
 from elixir_moe.hf.peft import base_of, has_own_adapters, is_peft_model
 from elixir_moe.hf.save_pretrained import FolderWriter
 from elixir_moe.hf.shipped import config_in, scheme_of, shipped_patterns
-
-__all__ = [
-    "FolderWriter",
-    "FusedLoss",
-    "base_of",
-    "config_in",
-    "has_own_adapters",
-    "is_peft_model",
-    "run_adapters_unmerged",
-    "scheme_of",
-    "shipped_patterns",
-]

@@ -12,28 +12,3 @@ from elixir_moe.quantized.packed import SCALES, packed_parameters, weights_behin
 from elixir_moe.state.checkpoint.held import held_pieces, share_of
 from elixir_moe.state.wrapped import Wrapped, require_wrapped
 from elixir_moe.torch_private import Dropout, tree_leaves, tree_map
-
-__all__ = [
-    "CutLinear",
-    "Dropout",
-    "GroupedExperts",
-    "LayerRanks",
-    "MLP",
-    "SCALES",
-    "SCHEMES",
-    "TensorRanks",
-    "TopKRouter",
-    "Wrapped",
-    "held_pieces",
-    "linear",
-    "logical_numel",
-    "packed_parameters",
-    "persistent_buffers",
-    "require_wrapped",
-    "scheme_named",
-    "share_of",
-    "sum_of_squares",
-    "tree_leaves",
-    "tree_map",
-    "weights_behind",
-]

@@ -1,5 +1,3 @@
 """Names that a plan and `quantize` choose among. Imports no torch."""
 
 from elixir_moe.names import Master, Moments, SchemeName
-
-__all__ = ["Master", "Moments", "SchemeName"]

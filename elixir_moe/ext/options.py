@@ -1,5 +1,3 @@
 """The options of plans: the arguments of the presets, as settings of programs. Imports no torch."""
 
 from elixir_moe.chunks.plan_options import Option, field_docstrings, options
-
-__all__ = ["Option", "field_docstrings", "options"]

@@ -2,5 +2,3 @@
 
 from elixir_moe.page import document, model
 from elixir_moe.page.document import SERIES
-
-__all__ = ["SERIES", "document", "model"]

@@ -9,22 +9,3 @@ from elixir_moe.planner.solve import Packings, PlanCandidate, Task, device_bytes
 from elixir_moe.planner.trace import trace
 from elixir_moe.wrapping.checks import check_adapted_bytes
 from elixir_moe.wrapping.tiling import tile_for
-
-__all__ = [
-    "PlanCandidate",
-    "ModuleInfo",
-    "Packings",
-    "Profile",
-    "StepEvent",
-    "Task",
-    "bytes_a_weight",
-    "check_adapted_bytes",
-    "cost",
-    "device_bytes_for",
-    "explain",
-    "price",
-    "shortage",
-    "solve",
-    "tile_for",
-    "trace",
-]

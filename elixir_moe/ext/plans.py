@@ -3,17 +3,3 @@
 from elixir_moe.chunks.ledger import HELD_HEAD, held_line, held_rows
 from elixir_moe.chunks.param_spec import ParamSpec, Precision
 from elixir_moe.chunks.plan import AutoPlan, Plan, Tier, seconds_text, size_bytes, size_text
-
-__all__ = [
-    "AutoPlan",
-    "HELD_HEAD",
-    "ParamSpec",
-    "Plan",
-    "Precision",
-    "Tier",
-    "held_line",
-    "held_rows",
-    "seconds_text",
-    "size_bytes",
-    "size_text",
-]

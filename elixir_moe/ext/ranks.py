@@ -5,16 +5,3 @@ from elixir_moe.distributed.collectives import abort_nccl, world_timeout
 from elixir_moe.distributed.waits import BusyTime
 from elixir_moe.parallel.mesh import prepare_process
 from elixir_moe.torch_private import default_store, fake_store, on_all_threads
-
-__all__ = [
-    "BusyTime",
-    "abort_nccl",
-    "agree",
-    "default_store",
-    "fake_store",
-    "gathered",
-    "on_all_threads",
-    "prepare_process",
-    "raise_on_all_ranks",
-    "world_timeout",
-]

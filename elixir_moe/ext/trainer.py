@@ -3,5 +3,3 @@
 from elixir_moe.hf.accelerate import CHECKPOINT_FOLDER
 from elixir_moe.hf.steps import GoBack, StepCallback
 from elixir_moe.hf.trainer import SET_ASIDE_FOLDER, ElixirMixin, why_incomplete
-
-__all__ = ["CHECKPOINT_FOLDER", "SET_ASIDE_FOLDER", "ElixirMixin", "GoBack", "StepCallback", "why_incomplete"]
