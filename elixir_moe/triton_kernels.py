@@ -25,16 +25,7 @@ ALIGNED = 16
 
 
 def decode_nibbles(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor, *, block: int, high_first: bool) -> None:
-    """Writes ``values[code] * scale`` to a flat array on the same device.
-
-    Args:
-        codes: uint8, two codes per byte.
-        scales: fp32, or uint8 for ``2 ** (scale - 127)``; one per `block` elements, a power of two.
-        values: fp32, the values of the 16 codes.
-        out: bfloat16 or fp32.
-        block: elements that share a scale.
-        high_first: whether the first of two codes is in the high four bits.
-    """
+    """Writes ``values[code] * scale`` to a flat array, as `quantized.decoders`; a block is a power of two."""
     programs = triton.cdiv(out.numel(), NUMEL)
     sizes = {"BLOCK": block, "HIGH_FIRST": high_first, "AT_ONCE": NUMEL // block}
     with api(out.device).device_of(out):  # Triton launches on the current device
@@ -44,15 +35,9 @@ def decode_nibbles(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor, *
 def decode_octets(
     codes: Tensor, scales: Tensor, out: Tensor, *, e4m3fn: bool, block_rows: int, block_cols: int
 ) -> None:
-    """Writes ``code * scale`` to matrices on the same device.
+    """Writes ``code * scale`` to matrices (..., rows, cols), as `quantized.decoders`.
 
-    Args:
-        codes: uint8, the bytes of `out`'s elements in float8_e4m3fn or int8.
-        scales: fp32, (..., ceil(rows / block_rows), ceil(cols / block_cols)).
-        out: bfloat16 or fp32, (..., rows, cols).
-        e4m3fn: True for float8_e4m3fn, False for int8.
-        block_rows: rows that share a scale.
-        block_cols: columns that share a scale: all, or a multiple of `COLS`.
+    `codes` are bytes of float8_e4m3fn or int8. Columns that share a scale are all, or a multiple of `COLS`.
     """
     *matrices, rows, cols = out.shape
     programs = math.prod(matrices) * triton.cdiv(rows, NUMEL // COLS) * triton.cdiv(cols, COLS)

@@ -276,14 +276,10 @@ class CacheState:
         self._on_schedule = False
 
     def acquire(self, chunks: tuple[int, ...], *, tracked: bool = True) -> list[Load]:
-        """Holds `chunks`; returns the loads to carry out, in order.
+        """Holds `chunks`, weights or gradients that need blocks together; returns the loads to carry out, in order.
 
-        Args:
-            chunks: the chunks whose weights must be in blocks together, or the gradients that need a block.
-            tracked: False for requests outside the training step (evaluation): they do not advance the schedule.
-
-        Raises:
-            PlanError: all blocks are held by others. The state is then unchanged.
+        Requests that are not `tracked`, as in evaluation, do not advance the schedule. Raises PlanError, with the state
+        as it was, if others hold all blocks.
         """
         self._check_room(chunks)
         if tracked:
@@ -491,10 +487,7 @@ def gathers(schedule: Schedule, blocks: int, backwards: int = 1) -> list[list[in
     """Lists for each backward the weights that `CacheState` loads without prefetches, computed many times faster.
 
     The cache starts empty, except for the kept chunks that earlier steps leave in it. Weights stay from one backward to
-    the next forward, until the update.
-
-    Raises:
-        PlanError: there are fewer blocks than the schedule holds at once.
+    the next forward, until the update. Raises PlanError if the schedule holds more at once than there are blocks.
     """
     least = schedule.least_blocks()
     if blocks < least:

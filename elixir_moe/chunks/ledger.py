@@ -162,16 +162,10 @@ class Ledger:
         async_sums: bool | None = None,
         values_on_disk: bool = False,
     ) -> None:
-        """Counts the bytes of a layout.
+        """Counts the bytes of a layout, given the tier of each chunk.
 
-        Args:
-            layout: the chunks.
-            tiers: the tier of each chunk.
-            moments: values the elementwise optimizer keeps per element; 2 for Adam.
-            over_gloo: whether reductions run over gloo.
-            async_sums: whether gradients are summed in host memory while backward runs, as with a GPU; by default true
-                unless reductions run over gloo.
-            values_on_disk: `Plan.values_on_disk`.
+        `moments` is the number of values that the elementwise optimizer keeps per element. With `async_sums`, as with a
+        GPU, gradients are summed in host memory while backward runs; by default unless reductions run over gloo.
         """
         self._layout, self._moments, self._whole = layout, moments, values_on_disk
         self._async_sums = not over_gloo if async_sums is None else async_sums

@@ -56,13 +56,10 @@ class Legs:
         return self._apart.issuperset(event.params)
 
     def numbers(self, starts: Sequence[int]) -> list[int]:
-        """Returns for each event of forward the number of its leg, as backward has them.
+        """Returns for each event of forward the number of its leg, as backward has them; legs begin at `starts`.
 
         A reentrant checkpoint makes its node of autograd before its region runs: if a turn is handed on inside, in the
         leg before.
-
-        Args:
-            starts: the positions at which forward hands its turn on.
         """
         apart = self.is_apart
         numbers = [bisect_right(starts, position) for position in range(len(apart))]

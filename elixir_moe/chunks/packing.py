@@ -237,16 +237,11 @@ class Layout:
 def build_layout(
     params: Sequence[ParamSpec], chunk_numel: int | None = None, *, scatter: bool = True, whole_layers: bool = True
 ) -> Layout:
-    """Packs parameters, given in order of first use, into chunks.
+    """Packs parameters, given in order of first use, into chunks of C = `chunk_numel` elements.
 
-    Args:
-        params: all parameters; tied ones get resident chunks of their own.
-        chunk_numel: the chunk length C in elements; by default `best_chunk_numel`.
-        scatter: False keeps every chunk whole on every rank (the paper's S_FLAG).
-        whole_layers: False fills one chunk after the other, wherever repeated modules begin.
-
-    Raises:
-        PlanError: `chunk_numel` is smaller than the largest parameter.
+    Tied parameters get resident chunks of their own. Without `scatter`, every chunk is whole on every rank (the paper's
+    S_FLAG). Without `whole_layers`, one chunk after the other is filled, wherever repeated modules begin. Raises
+    PlanError if a parameter is longer than C.
     """
     chunk_numel = best_chunk_numel(params) if chunk_numel is None else chunk_numel
     chunks: list[ChunkSpec] = []

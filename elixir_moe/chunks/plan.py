@@ -115,11 +115,7 @@ def _folder(disk: Any) -> str | None:
 
 
 def _path(name: str, path: str | os.PathLike[str] | None) -> str | None:
-    """Converts a path to a string; returns anything else unchanged, for `Plan` to refuse.
-
-    Raises:
-        ConfigError: the path's ``__fspath__`` fails; the message names `name`.
-    """
+    """Converts a path to a string; returns anything else unchanged. Raises ConfigError if ``__fspath__`` fails."""
     try:
         return os.fspath(path) if isinstance(path, os.PathLike) else path
     except Exception as error:
@@ -429,11 +425,7 @@ class Plan:
         return cls(**data)
 
     def layout(self, params: Sequence[ParamSpec]) -> Layout:
-        """The layout of parameters under this plan; `params` are in order of first use.
-
-        Raises:
-            PlanError: `chunk_numel` is smaller than the largest parameter.
-        """
+        """The layout of parameters, in order of first use. Raises PlanError if one is longer than `chunk_numel`."""
         length = best_chunk_numel(params, stay=not self.offloaded) if self.chunk_numel is None else self.chunk_numel
         return self.place(build_layout(params, length, scatter=self.scatter, whole_layers=self.whole_layers))
 

@@ -70,13 +70,8 @@ def resolve_counts(
 ) -> Plan:
     """Returns `plan` with every size and every open number replaced by a number of chunks or blocks.
 
-    Args:
-        plan: any plan; a plan with all numbers set is returned unchanged.
-        params: the model's parameters in order of first use.
-        step_order: the order in which a step uses the parameters.
-        moments: fp32 values the optimizer keeps per element.
-        free_host_bytes: host memory of this rank for state, used if the plan sets none.
-        async_sums: whether gradients are summed outside the device while backward runs, as with a GPU.
+    Parameters are in order of first use. `free_host_bytes`, the host memory of this rank for state, is used if the plan
+    sets none; `moments` and `async_sums` are as for `Ledger`.
 
     Raises:
         PlanError: a size is too small for a step.

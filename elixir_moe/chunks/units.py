@@ -30,17 +30,12 @@ class UnitSpec:
 def choose_units(
     modules: Sequence[ModuleInfo], chunk_of: Mapping[int, int], *, whole_layers: bool = True
 ) -> list[UnitSpec | None]:
-    """The unit of each module; None if nothing is gathered for the module by itself.
+    """The unit of each module, outermost first; None if nothing is gathered for the module by itself.
 
     A unit is the largest module whose parameters lie in a single moving chunk: any piece of it would gather all of it.
     A module with several such chunks is a unit for its own parameters only, and the modules inside it are considered in
     turn. With whole layers, a module without tiles that backward recomputes is a unit in any case: its chunks are held
     together then. A module inside several others is never part of a larger unit.
-
-    Args:
-        modules: all modules, outermost first.
-        chunk_of: {parameter: chunk}, as from `moving_chunks`.
-        whole_layers: as in the plan.
     """
     chunks: list[set[int]] = [{chunk_of[p] for p in module.params if p in chunk_of} for module in modules]
     params: list[list[int]] = [list(module.params) for module in modules]

@@ -281,11 +281,7 @@ def gather_into(table: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGrou
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves tensors on `device`: "gloo" or "nccl".
-
-    Raises:
-        ConfigError: no backend serves the device.
-    """
+    """Name of the backend that serves tensors on `device`, "gloo" or "nccl". Raises ConfigError if none does."""
     served = sorted({served.type for served in devices_of(group)})
     if device.type not in served:
         raise ConfigError(

@@ -46,11 +46,7 @@ T = TypeVar("T")
 
 
 def watch() -> None:
-    """Starts to report long waits. Does nothing if there is no other rank.
-
-    Raises:
-        ConfigError: `ELIXIR_WAIT_SECONDS` is not a number above 0.
-    """
+    """Starts to report long waits, if there are other ranks. Raises ConfigError for a wrong `ELIXIR_WAIT_SECONDS`."""
     text = os.environ.get(PERIOD, _DEFAULT_SECONDS)
     try:
         seconds = float(text)
@@ -85,12 +81,7 @@ class _Line:
         threading.Thread(target=self._run, name="elixir-waits-store", daemon=True).start()
 
     def ask(self, question: Callable[[Any], T]) -> T:
-        """Returns ``question(store)``.
-
-        Raises:
-            TimeoutError: the store does not answer; the question is dropped.
-            RuntimeError: the store is gone.
-        """
+        """Returns ``question(store)``. Raises TimeoutError without an answer, and RuntimeError if the store is gone."""
         answer: Future[T] = Future()
         self._questions.put((question, answer))
         try:

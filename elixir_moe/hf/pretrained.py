@@ -110,11 +110,8 @@ class Pretrained:
     def pack(self) -> None:
         """Converts weights on meta that are quantized in the folder to frozen parameters of bytes, in place.
 
-        Tensors that transformers keeps in fp32 become fp32.
-
-        Raises:
-            ConfigError: such a weight is trained, shared, cut inside a block, or in a module that cannot multiply
-                bytes. The error names all of them, and nothing has been changed.
+        Tensors that transformers keeps in fp32 become fp32. Raises ConfigError, with nothing changed, that names all
+        weights that are trained, shared, cut inside a block, or in a module that cannot multiply bytes.
         """
         self._keep_fp32()
         if self._scheme is None:

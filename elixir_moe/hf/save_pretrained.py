@@ -268,13 +268,9 @@ class FolderWriter:
     def __init__(
         self, model: nn.Module, like: Mapping[str, Tensor], folder: Path, source: str | os.PathLike[str] | None
     ) -> None:
-        """Prepares to write.
+        """Prepares to write a model to `folder`; `like` has its tensors on meta, by their keys in its state dict.
 
-        Args:
-            model: the model whose tensors are written.
-            like: the tensors on meta, by their keys in the model's state dict.
-            folder: the target.
-            source: the folder that the weights were read from; its generation config is kept.
+        `source` is the folder that the weights were read from; its generation config is kept.
         """
         self._model, self._like, self._source = model, like, source
         self._folder, self._partial = folder, folder / PARTIAL_SUFFIX

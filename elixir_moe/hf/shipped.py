@@ -89,12 +89,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scheme_of_folder(folder: Path) -> str | None:
-    """Returns `scheme_of` for the folder's ``config.json``; None without one.
-
-    Raises:
-        ConfigError: the format of the weights is not supported.
-        CheckpointError: the file is not a JSON object.
-    """
+    """Returns `scheme_of` for the folder's ``config.json``; None without one. Raises as `scheme_of` and `config_in`."""
     path = folder / "config.json"
     return scheme_of(config_in(path), path) if path.exists() else None
 

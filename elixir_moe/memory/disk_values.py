@@ -54,13 +54,7 @@ class ValuesFile(DiskFile):
         self._taken = 0
 
     def allocate(self, nbytes: int, chunk: int, request_bytes: int | None = None) -> "ValuesPlace":
-        """The place of the next chunk's values.
-
-        Args:
-            nbytes: the bytes of the values.
-            chunk: its number, for messages.
-            request_bytes: bytes read at once, where the values are written in parts of so many.
-        """
+        """The place of the values of the next `chunk`; they are written in parts of `request_bytes`, if given."""
         start, self._taken = self._taken, self._taken + paged_bytes(nbytes)
         assert self._taken <= self.nbytes, "file handed out beyond its size"
         return ValuesPlace(self, start, nbytes, chunk, paged_bytes(request_bytes or VALUES_REQUEST_BYTES))

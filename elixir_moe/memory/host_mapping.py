@@ -61,12 +61,7 @@ class SharedFile:
     """The file of a mapping while others open it."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocates the memory.
-
-        Raises:
-            OSError: the system has no such files.
-            TierError: host memory is too small.
-        """
+        """Allocates it. Raises OSError if the system has no such files, and TierError if host memory is too small."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -90,17 +90,10 @@ class ShardState:
         disk: DiskShard | None = None,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """The parts that the shard is put together from.
+        """Puts the shard together: values are its `source`, and gradients are summed in `total`.
 
-        Args:
-            spec: the chunk.
-            tier: where master and moments are.
-            source: the values.
-            gate: the users of the arrays besides the training thread.
-            total: where gradients are summed; None for a frozen chunk.
-            master: fp32 weights, if there are any in memory; in fp32 they are the values themselves.
-            disk: fp32 weights and moments, if they are on disk.
-            whole: the whole frozen chunk, in memory that the ranks of a host share; the values are a part of it.
+        `master` has fp32 weights in memory, which in fp32 are the values themselves, and `disk` those on disk with the
+        moments; `tier` is where they are. `whole` is the whole frozen chunk where the ranks of a host share it.
         """
         self.spec = spec
         self.tier = tier

@@ -52,16 +52,11 @@ class Dispatch:
 def dispatch_tokens(
     tokens: Tensor, choices: Choices, kept: Tensor | None, *, batch_rank: int, ep: int, dropless: bool
 ) -> tuple[Tensor, Dispatch]:
-    """Returns the rows to send, (n, d), sorted by expert, and their destinations.
+    """Returns the rows to send, (n, d), sorted by expert, and their destinations; `tokens` are (T, d).
 
-    Args:
-        tokens: (T, d), the tokens of this rank.
-        choices: their choices, sorted.
-        kept: (R, E, q), whole numbers of any dtype: the number of admitted choices of all ranks. It may be None if
-            `dropless`, with all experts on this rank.
-        batch_rank: this rank's place among the R ranks; ranks that share experts are next to each other.
-        ep: number of ranks that share the experts.
-        dropless: whether all choices are admitted.
+    `kept`, (R, E, q) whole numbers, has the admitted choices of all R ranks. It may be None if `dropless`, with all
+    experts on this rank. `batch_rank` is this rank's place among the R; the `ep` ranks that share experts are next to
+    each other.
     """
     total = len(choices.order)
     if dropless and ep == 1:

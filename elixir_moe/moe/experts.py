@@ -78,9 +78,7 @@ class GroupedExperts(nn.Module):
     def reset_parameters(self, std_in: float | None = None, std_out: float | None = None) -> None:
         """Draws one seed from the global RNG, then every expert's weights from a generator of its own; biases are zero.
 
-        Args:
-            std_in: standard deviation of ``w_in``; by default ``1 / sqrt(d)``.
-            std_out: standard deviation of ``w_out``; by default ``1 / sqrt(h)``.
+        Standard deviations are ``1 / sqrt(d)`` for ``w_in`` and ``1 / sqrt(h)`` for ``w_out`` by default.
         """
         for bias in (self.b_in, self.b_out):
             if bias is not None:
@@ -117,13 +115,8 @@ def grouped_linear(
 ) -> Tensor:
     """Multiplies each row by its expert's weight and adds its bias: (n, i) rows sorted by expert -> (n, o).
 
-    Args:
-        rows: in the dtype of the weight.
-        weight: (L, i, o); with `outputs_first` (L, o, i).
-        bias: (L, o), or None.
-        groups: the rows of each expert.
-        outputs_first: see `weight`.
-        saves: False to read the parameter again in backward instead of saving it.
+    The weight is (L, i, o), or with `outputs_first` (L, o, i), in the dtype of the rows; the bias is (L, o). Unless it
+    `saves`, backward reads the parameter again.
     """
     counts = None if runs_fused(rows, weight.shape) else groups.on_host()
     return _GroupedLinear.apply(rows, weight, bias, groups, counts, outputs_first, saves)

@@ -197,15 +197,10 @@ def send_through(
     *,
     dropless: bool,
 ) -> tuple[Tensor, Exchange | None, Dispatch]:
-    """Sends tokens through their experts; returns the rows on their way back, for `end_all_to_all`, and their places.
+    """Sends (T, d) tokens through their experts; returns the rows on their way back, and their places.
 
-    Args:
-        tokens: (T, d), the tokens of this rank.
-        choices: their choices, sorted.
-        kept: see `dispatch_tokens`.
-        ranks: this rank's place.
-        experts: (n, d) rows sorted by expert, and their groups -> (n, d).
-        dropless: whether all choices are admitted.
+    `experts` maps (n, d) rows sorted by expert, and their groups, to (n, d). The rest is as for `dispatch_tokens`, and
+    the rows are for `end_all_to_all`.
     """
     rows, dispatch = dispatch_tokens(tokens, choices, kept, batch_rank=ranks.batch_rank, ep=ranks.ep, dropless=dropless)
     rows, exchange = begin_all_to_all(rows, dispatch.send, dispatch.receive, ranks.ep_group)

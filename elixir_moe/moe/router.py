@@ -146,10 +146,7 @@ class RoutingStatistics(NamedTuple):
 def gather_statistics(routing: Routing, choices: Choices, process_group: dist.ProcessGroup | None) -> RoutingStatistics:
     """Sums the routing of all ranks that share the batch: one all-gather of the length of ``totals``, none in backward.
 
-    Args:
-        routing: the routing of this rank's tokens.
-        choices: its choices, sorted.
-        process_group: the ranks that share the batch, in the order of the global batch; None for one process.
+    The ranks of `process_group` are in the order of the global batch; None stands for one process.
     """
     num_experts = len(routing.probability)
     num_queues = len(choices.starts) - 1

@@ -88,11 +88,7 @@ def attach(parameter: torch.Tensor, pattern: Pattern) -> None:
 
 
 def annotate_dtensors(model: nn.Module) -> None:
-    """Gives DTensor parameters without a pattern the pattern of their placements.
-
-    Raises:
-        LayoutError: a placement that no pattern can express.
-    """
+    """Gives DTensors without a pattern that of their placements. Raises LayoutError if no pattern can express one."""
     tp = tensor_parallel_degree(model.parameters())
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter) and pattern_of(parameter) is None:

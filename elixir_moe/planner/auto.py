@@ -74,16 +74,15 @@ class Forecast:
 
 
 def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task | None, dict[str, Any] | None]:
-    """Finds the plan. Collective over the world.
+    """Finds the plan. Collective over the world; errors are raised on all ranks, other pipeline stages included.
 
     Returns:
         (forecast, task, machine): the task on the rank that searched, else None; the description of the machine
         (`describe`) if it was measured, else None.
 
     Raises:
-        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy. On all ranks.
+        PlanError: no plan fits; the message has the missing bytes, the tier and a remedy.
         ConfigError: the step cannot be traced, the hardware file lacks a figure, or the budget exceeds free memory.
-            Like any other failure, it is raised on all ranks, other pipeline stages included.
     """
     everywhere = replicated_everywhere()
     machine = None

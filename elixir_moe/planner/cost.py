@@ -147,17 +147,10 @@ def traffic(
     units: int = 0,
     passes: int = 1,
 ) -> Traffic:
-    """Counts the traffic of one step.
+    """Counts the traffic of one step with so many backwards (`passes`), each of which reduces all gradients.
 
-    Args:
-        plan: the plan.
-        layout: its chunks.
-        loads: the cached chunks gathered in a step, once per gather.
-        moments: fp32 values the optimizer keeps per element.
-        over_gloo: whether reductions run over gloo.
-        kept_bytes: inputs of checkpointed regions that go to host memory in a step.
-        units: the number of units.
-        passes: backwards per step; each reduces all gradients.
+    `loads` are the cached chunks gathered in a step, once per gather; `kept_bytes` are the inputs of checkpointed
+    regions that go to host memory; `moments` are fp32 values per element.
     """
     own = (chunk.index for chunk in layout.chunks if chunk.residence is not CACHED and chunk.key.trainable)
     gathers = Counter([*loads, *own])  # chunks with their own memory are gathered once, frozen ones among them never
@@ -242,11 +235,7 @@ def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> 
 def update_seconds(plan: Plan, layout: Layout, requested: Iterable[int], whole: float) -> list[tuple[int, float]]:
     """Returns (chunk, seconds) of each update in host memory, in the order of the runtime; `whole` together.
 
-    Args:
-        plan: the plan.
-        layout: its chunks.
-        requested: the chunks in the order of the next forward; others are updated first.
-        whole: `Seconds.host_update`.
+    Chunks are `requested` in the order of the next forward; others are updated first.
     """
     first = {index: place for place, index in enumerate(dict.fromkeys(requested))}
     chunks = [c for c in layout.chunks if c.key.trainable and plan.tier_of(layout, c) is Tier.HOST]

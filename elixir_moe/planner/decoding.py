@@ -34,16 +34,10 @@ def decoding_bytes(
     *,
     native: bool,
 ) -> int:
-    """Returns the bytes read and written by all decodings of a step.
+    """Returns the bytes read and written by all decodings of a step, whose `events` number `modules` by name.
 
     A module's forward, recomputation and backward decode each of its weights once; every expert is assumed to get rows.
-
-    Args:
-        model: the traced model.
-        modules: the names of the modules, by the numbers in events.
-        events: the events of a step, for all layers.
-        compute_dtype: the argument of `wrap`.
-        native: whether a kernel decodes in one pass, instead of torch's operators.
+    `native`: a kernel decodes in one pass, instead of torch's operators.
     """
     times: Mapping[str, int] = Counter(modules[event.module] for event in events if event.kind in (ENTER, REACH))
     total = 0.0

@@ -146,11 +146,7 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Self:
-        """Reads a machine from the JSON of a hardware file.
-
-        Raises:
-            ConfigError: figures are missing, unknown or out of range; the message names all of them.
-        """
+        """Reads the JSON of a hardware file. Raises ConfigError that names all figures that are missing or wrong."""
         try:
             data = json.loads(text, parse_float=_number)
         except (ValueError, RecursionError) as error:
@@ -236,11 +232,7 @@ class Hardware:
         return (self.disk_bytes or 0) // min(gpus, self.gpus_per_node)
 
     def disk_seconds(self, read: int, written: int, gpus: int) -> float:
-        """Time for each of `gpus` ranks to read `read` bytes from its node's disks, and to write `written` bytes.
-
-        Raises:
-            ConfigError: the file has no speed of the disks.
-        """
+        """Time for each rank to read and write bytes of its node's disks. Raises ConfigError without their speeds."""
         if self.disk_read is None or self.disk_write is None:
             missing = [name for name in ("disk_read", "disk_write") if getattr(self, name) is None]
             raise ConfigError(f"hardware {self.name!r} lacks {', '.join(missing)}, which chunks on disk need")
@@ -248,15 +240,10 @@ class Hardware:
         return ranks * (read / self.disk_read + written / self.disk_write) / _GIGA
 
     def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
-        """Time of all-gathers, or reduce-scatters, of chunks over one process group.
+        """Time of so many `times` an all-gather, or reduce-scatter, of `nbytes` of gathered chunks over global `ranks`.
 
         Between nodes, data moves around a ring on which each node forwards all but its own part; the process groups of
         the node's other ranks share the network.
-
-        Args:
-            ranks: the global ranks.
-            nbytes: total bytes of the gathered chunks.
-            times: number of collectives.
         """
         wire = next((wire for wire in self.wires if wire.ranks == tuple(ranks)), None)
         if wire is not None:

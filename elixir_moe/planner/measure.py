@@ -120,10 +120,7 @@ _MEASURED = (
 def hardware_here(machine: dict[str, Any], device: torch.device, wanted: Iterable[tuple[int, ...]]) -> Hardware:
     """Returns the figures of this machine for the ranks of the world; measures what earlier runs did not. Collective.
 
-    Args:
-        machine: the description from `describe`.
-        device: the device of forward.
-        wanted: the ranks of each process group of this rank's parameters.
+    `machine` is from `describe`, and `wanted` has the ranks of each process group of this rank's parameters.
     """
     box = [_read(machine).get("hardware") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
@@ -340,10 +337,8 @@ def _measured(machine: dict[str, Any], device: torch.device) -> Hardware:
 def with_disk(hardware: Hardware, directory: str) -> tuple[Hardware, int]:
     """Returns (hardware with the disk of a folder, this rank's share of its free bytes). Collective over the world.
 
-    One rank of each host measures the disk; the result is used unless `hardware` has all figures of the disk.
-
-    Raises:
-        TierError: a rank cannot write there; on all ranks.
+    One rank of each host measures the disk; the result is used unless `hardware` has all figures of the disk. Raises
+    TierError on all ranks if one cannot write there.
     """
     rank, host = dist.get_rank(), socket.gethostname()
 

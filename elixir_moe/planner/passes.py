@@ -27,11 +27,8 @@ def pass_peaks(
 ) -> list[Peaks]:
     """Returns the peaks with the inputs of the first n checkpointed regions in host memory, for each n from 0 on.
 
-    Args:
-        modules: as in `Profile.parts`.
-        events: the traced step.
-        steps: its events of modules and parameters, numbered as in `modules`.
-        numels: {trainable parameter: its elements}.
+    `steps` are the `events` of modules and parameters, numbered as in `modules`; `numels` are elements by trainable
+    parameter.
     """
     memory, position = _Memory(), 0
     turns = set(_turns(Legs(modules, steps)))

@@ -266,14 +266,10 @@ def _with_passes(task: Task, packings: "Packings | None") -> PlanCandidate:
 
 
 def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidate:
-    """Returns the fastest plan once stalls and hidden updates count, which the search leaves out.
+    """Returns the fastest plan once stalls and hidden updates count, without which `best` was found.
 
     A block may hide more than a chunk on the device saves: it lets fetches run further ahead of compute. Plans are
     tried in the order of what they take at least, without stalls and with all updates in host memory hidden.
-
-    Args:
-        best: the fastest plan without either.
-        packings: those of the search.
     """
     best = with_stall(best)
     if not best.seconds.stall and not best.seconds.hidden_update:

@@ -68,13 +68,9 @@ def elapsed_seconds(
 ) -> float:
     """Returns the seconds from the end of one step's last backward to that of the next.
 
-    Args:
-        schedule: the requests of one forward and backward.
-        compute_seconds: before each request, and after the last.
-        fetch_seconds: for each chunk; 0 if it does not cross the bus.
-        blocks: the blocks of the rCache.
-        backwards: forwards and backwards in a step.
-        updates: (chunk, seconds) of each update in host memory, in their order.
+    The `schedule` is that of one forward and backward, of which a step has `backwards`. There are compute seconds
+    before each request and after the last, fetch seconds for each chunk, 0 if it does not cross the bus, and (chunk,
+    seconds) of each update in host memory.
     """
     cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds)
 

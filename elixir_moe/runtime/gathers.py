@@ -77,12 +77,9 @@ class Gathers:
     # ------------------------------------------------------------------------------------------------- unshard, release
 
     def unshard(self, chunks: tuple[int, ...], *, tracked: bool, who: str) -> None:
-        """Gathers the weights of `chunks` and holds them until `release`; returns when they can be read.
+        """Gathers `chunks`, all that `who` needs at once, and holds them until `release`; they can then be read.
 
-        Args:
-            chunks: all chunks that `who` needs at once.
-            tracked: whether the request is part of a training step; evaluation is not, and does not move the schedule.
-            who: the module that asks, for messages.
+        Requests that are not `tracked`, as in evaluation, do not move the schedule.
 
         Raises:
             PlanError: the rCache is too small for these chunks.

@@ -357,10 +357,8 @@ class Hooks:
     ) -> list[T]:
         """Runs the forwards of several micro-batches, which pass each layer together; one backward of all must follow.
 
-        Args:
-            forwards: one for each micro-batch.
-            predict: gives the schedule of such a step, if it is known.
-            resume, suspend: called with the number of a forward on its thread when its turn begins, and when it ends.
+        `predict` gives the schedule of such a step, if it is known. `resume` and `suspend` are called with the number
+        of a forward on its thread when its turn begins, and when it ends.
         """
 
         dispatchers = TokenDispatchers(self._root)

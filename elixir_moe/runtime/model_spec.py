@@ -52,11 +52,7 @@ class ModelSpec:
     """All ranks that wrap this model; other pipeline stages have other ranks."""
 
     def layout(self, plan: Plan) -> tuple[Layout, Schedule]:
-        """The layout of the parameters under `plan`, and the requests of a step to the rCache.
-
-        Raises:
-            PlanError: a step holds more weights and gradients at once than there are blocks, or a chunk is too short.
-        """
+        """The layout under `plan`, and a step's requests. Raises PlanError for too few blocks or too short a chunk."""
         layout = plan.layout(self.params)
         schedule = self.step_order.schedule(layout)
         layout = replace(layout, open_gradients=schedule.open_gradients())

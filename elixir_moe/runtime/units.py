@@ -171,10 +171,8 @@ def reads_heard(
 ) -> Iterator[None]:
     """A context that calls `read` before each function that reads parameters outside their part.
 
-    Args:
-        owned: the parts of a model that is not wrapped, each with its own parameters.
-        read: gets the parameters that the wrapped model may have to gather for the function, and returns a context for
-            the function.
+    `owned` has the parts of a model that is not wrapped, each with its own parameters. `read` gets those that the
+    wrapped model may have to gather for the function, and returns a context for it.
     """
     parts = list(owned)
 

@@ -96,11 +96,7 @@ class StagingFolder:
             raise
 
     def move_to(self, target: Path) -> None:
-        """Renames the folder to `target`; the rename is on disk when this returns.
-
-        Raises:
-            CheckpointError: `target` was created meanwhile.
-        """
+        """Renames the folder, on disk when this returns. Raises CheckpointError if `target` was created meanwhile."""
         if os.path.lexists(target):
             raise CheckpointError(f"{target} was created meanwhile: save under another name")
         os.rename(self.path, target)

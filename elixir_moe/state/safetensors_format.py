@@ -71,12 +71,7 @@ def head_of(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[
 
 
 def files_of(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Returns {file: names of its tensors, in order}; a file has as many tensors as fit, but at least one.
-
-    Args:
-        sizes: bytes of each tensor.
-        max_file_bytes: most bytes of tensors in a file that has several.
-    """
+    """Returns {file: names of its tensors, in order}, given their bytes; a file has as many as fit, at least one."""
     parts = list(_parts(sizes, max_file_bytes))
     if len(parts) == 1:
         return {SINGLE: parts[0]}

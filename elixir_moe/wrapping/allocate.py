@@ -58,10 +58,9 @@ class Allocated:
 
 
 def allocate(request: Request, resolved: Resolved) -> Allocated:
-    """Makes all that the plan needs. Collective; `request.undo` has what frees it.
+    """Makes all that the plan needs; `request.undo` has what frees it. Collective.
 
-    Raises:
-        TierError: device memory, host memory or the disk is too small; on all ranks.
+    Raises TierError on all ranks if device memory, host memory or the disk is too small.
     """
     device, undo = request.device, request.undo
     plan, layout, schedule, spec = resolved.plan, resolved.layout, resolved.schedule, resolved.spec

@@ -66,8 +66,7 @@ def accept(
 ) -> Request:
     """Checks the arguments of `wrap`, on this rank and then between ranks, and starts what is not running. Collective.
 
-    Raises:
-        ConfigError, TierError: an argument is wrong, or differs between ranks; on all ranks.
+    Raises ConfigError or TierError on all ranks if an argument is wrong, or differs between ranks.
     """
 
     def check() -> torch.optim.Optimizer:
@@ -96,13 +95,9 @@ def accept(
 
 
 def prepare(request: Request) -> Pretrained | None:
-    """Checks the model, and gives it the layers and the tiles that it is described with. Collective.
+    """Checks the model, and gives it the layers and the tiles that it is described with. Collective; raises as `wrap`.
 
-    Returns:
-        The folder of weights, with place in the model for its bytes; None without a folder.
-
-    Raises:
-        ElixirError: as `wrap` says; on all ranks.
+    Returns the folder of weights, with place in the model for its bytes; None without a folder.
     """
     model = request.model
     request.undo.callback(follow, unfollow(model))

@@ -62,10 +62,7 @@ class Resolved:
 def resolve_plan(request: Request) -> Resolved:
     """Describes the model, searches for a plan if one is to be searched, resolves its numbers, connects the ranks.
 
-    Collective.
-
-    Raises:
-        ElixirError: as `wrap` says; on all ranks.
+    Collective. Raises as `wrap`.
     """
     model, plan, device = request.model, request.plan, request.device
     moments, over_gloo = moments_of(request.optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]

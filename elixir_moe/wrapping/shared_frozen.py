@@ -35,8 +35,7 @@ class OneHome:
 def one_home(plan: Plan, layout: Layout, device: torch.device) -> OneHome:
     """The memory of the chunks that the plan shares. Collective over the world, whatever the plan.
 
-    Raises:
-        TierError: host memory is too small; on all ranks.
+    Raises TierError on all ranks if host memory is too small.
     """
     groups: dict[Ranks, list[ChunkSpec]] = {}
     for chunk in layout.chunks:

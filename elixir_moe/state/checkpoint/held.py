@@ -97,8 +97,7 @@ def share_of(chunk: Chunk) -> tuple[int, int]:
 def wrapped_of(model: nn.Module, optimizer: Any) -> Wrapped:
     """Returns the record that `wrap` left on the model.
 
-    Raises:
-        UsageError: the model is not wrapped, was wrapped with another optimizer, is closed, or has changed since.
+    Raises UsageError without one, for another optimizer, for a closed model, and for one that has changed since.
     """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None or not isinstance(optimizer, ShardedOptimizer):

@@ -295,8 +295,7 @@ def optimizer_name(saved: str) -> str:
 def wait_for_earlier_save(wrapped: Wrapped, call: str) -> None:
     """Waits for an earlier asynchronous save whose result nothing has retrieved. Collective.
 
-    Raises:
-        CheckpointError: that save has failed; the message adds that `call` has done nothing yet.
+    Raises CheckpointError if it has failed; the message adds that `call` has done nothing yet.
     """
     saving = wrapped.kept.pending
     if isinstance(saving, Saving) and (failure := saving.exception()) is not None:

@@ -63,10 +63,9 @@ class Draft:
         self.path = self._folder.path
 
     def commit(self, manifest: bytes) -> None:
-        """Writes the manifest and makes the checkpoint appear. All other files must be complete and synced.
+        """Writes the manifest and makes the checkpoint appear; all other files must be complete and synced.
 
-        Raises:
-            CheckpointError: the target was created meanwhile.
+        Raises CheckpointError if the target was created meanwhile.
         """
         with name_in_errors(self.path / MANIFEST), open(self.path / MANIFEST, "xb") as file:
             file.write(manifest)

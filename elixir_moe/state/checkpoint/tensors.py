@@ -77,11 +77,7 @@ class FileImage:
             self._whole += self._take(key, now=True)
 
     def write(self, path: Path, taken: Callable[[], None] = lambda: None) -> FileRecord:
-        """Writes the new file and syncs it; calls `taken` when the last tensor is copied.
-
-        Raises:
-            OSError: for example, the disk is full or the file exists.
-        """
+        """Writes and syncs the new file, or raises OSError; calls `taken` when the last tensor is copied."""
         digests: dict[int, Future[bytes]] = {}
         behind: deque[Future[bytes]] = deque()
         with name_in_errors(path), open(path, "xb", buffering=0) as raw, ThreadPoolExecutor(_WRITERS) as writers:

@@ -47,8 +47,7 @@ class Whole:
     def state_dict(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Item]]:
         """Yields (key, tensor to write) of the plain model's state dict, in its order, floating parameters as `dtype`.
 
-        Raises:
-            CheckpointError: the checkpoint has no frozen weights, or the model's state dict computes a value.
+        Raises CheckpointError without frozen weights, or if the model's state dict computes a value.
         """
         base = self._manifest.base
         if base is not None:
@@ -80,8 +79,7 @@ class Whole:
     def cells(self, name: str) -> Iterator[tuple[SavedPiece, list[Item]]]:
         """Yields each slice of a parameter as one piece, with its tensors; the caller sets the piece's file.
 
-        Raises:
-            CheckpointError: the pieces of a slice have different optimizer state.
+        Raises CheckpointError if the pieces of a slice have different optimizer state.
         """
         entry = self._manifest.parameters[name]
         slices: dict[tuple[int, ...], list[SavedPiece]] = {}
