@@ -9,8 +9,6 @@ is held, and a mistaken read shows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from typing import Self
 
 import torch
@@ -83,7 +81,8 @@ class Chunk:
             recast(parameter, spec.key.dtype)
         locals_ = [local_of(parameter) for parameter in parameters]
         shapes = [
-            (tuple(t.shape), _contiguous_stride(t.shape), s.start) for s, t in zip(spec.slots, locals_, strict=True)
+            (tuple(t.shape), torch.empty(t.shape, device="meta").stride(), s.start)
+            for s, t in zip(spec.slots, locals_, strict=True)
         ]
         chunk = cls(
             spec,
@@ -140,9 +139,3 @@ class Chunk:
         """This rank's part of a flat tensor, (shard_numel,)."""
         low, high = self.spec.shard_bounds(self.communicator.rank)
         return memory[low:high]
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next in each dim of a contiguous tensor."""
-    strides = accumulate(reversed(shape[1:]), mul, initial=1) if len(shape) else ()
-    return tuple(reversed(tuple(strides)))

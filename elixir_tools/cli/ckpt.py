@@ -89,9 +89,7 @@ def _check_settings(known: argparse.Namespace) -> None:
 def _chosen(path: Path) -> Path:
     """The checkpoint at `path`, or the latest in that directory.
 
-    Raises:
-        ConfigError: there is none.
-        CheckpointError: a damaged manifest in the directory leaves open which checkpoint is the latest.
+    Raises ConfigError if there is none, and CheckpointError if a damaged manifest leaves open which is the latest.
     """
     if os.path.lexists(path / MANIFEST):
         return path

@@ -138,9 +138,8 @@ def parser_of(kind: str) -> Any:
 def parse(kind: str, words: Sequence[str]) -> Arguments:
     """The arguments in the words of a command line.
 
-    Raises:
-        ConfigError: an argument is unknown, wrong, or asks for what a plan replaces; the message names the nearest
-            right one.
+    Raises ConfigError if one is unknown, wrong, or asks for what a plan replaces; the message names the nearest right
+    one.
     """
     parser, in_line = parser_of(kind), list(words)
     if "--config" in in_line:

@@ -445,8 +445,7 @@ def stopped_by(callbacks: Iterable[Any]) -> int | None:
 def claimed(directory: Path) -> Claim:
     """The output directory of a trainer, taken for this process.
 
-    Raises:
-        ConfigError: another process trains in it, or a file of another program has the name of a record.
+    Raises ConfigError if another process trains in it, or a file of another program has the name of a record.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

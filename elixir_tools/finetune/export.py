@@ -70,13 +70,11 @@ class Exported:
 
 
 def export(folder: Path, out: Path | None = None, what: str = "adapter") -> Exported:
-    """Writes the adapters of a fine-tuning, or its base with the adapters merged.
+    """Writes `what` of a fine-tuning to a new folder: its ``adapter``, as peft stores it, or its base ``merged`` with
+    it.
 
-    Args:
-        folder: an ``--output_dir``, or one of its checkpoints. Of an output_dir without adapters, since its run was
-            stopped, the last checkpoint.
-        out: the new folder; by default ``export/WHAT`` in `folder`.
-        what: ``adapter``, as peft stores it; or ``merged``.
+    `folder` is an ``--output_dir`` or one of its checkpoints. Of an output_dir without adapters, since its run was
+    stopped, the last checkpoint is taken. `out` is ``export/WHAT`` in `folder` unless given.
 
     Raises:
         ConfigError: `folder` has no adapters, their base is not found or cannot be merged with, or `out` exists.

@@ -93,10 +93,6 @@ def callbacks_of(given: Arguments, signals: Signals, command: str = "") -> list[
 def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any:
     """Trains, saves into ``--output_dir`` unless the run was stopped, and returns the trainer. Collective.
 
-    Args:
-        given: the arguments of a command.
-        callbacks: as `callbacks_of` makes them.
-
     Raises:
         ConfigError: the model, the data or a setting cannot be used; before any weight is read.
         DivergedError: the supervisor has stopped the run.

@@ -40,16 +40,10 @@ def smaller(step: Step) -> Iterator[Step]:
 def that_fits(
     step: Step, trace: Callable[[Step], Profile], held: Callable[[Step], int], capacity_bytes: int
 ) -> Step | None:
-    """The first smaller step that fits in the memory of a device; None if none does.
+    """The first step smaller than `step`, which ran out of memory, that fits in a device's memory; None if none does.
 
     A step that ran out of memory although it should fit says that less is free than was thought. What fits then leaves
-    more than that step would have left.
-
-    Args:
-        step: the step that ran out of memory.
-        trace: profiles a step.
-        held: bytes that the plan holds on the device in a step.
-        capacity_bytes: of the device's memory.
+    more than that step would have left. The plan itself holds `held` bytes on the device in a step.
     """
 
     def spare(other: Step) -> int:

@@ -42,11 +42,7 @@ def names() -> list[str]:
 
 
 def sheet(name: str) -> dict[str, Any]:
-    """The record of a GPU in `gpus.json`.
-
-    Raises:
-        ConfigError: no GPU has that name; the nearest is suggested.
-    """
+    """The record of a GPU in `gpus.json`; raises ConfigError if none has that name, and suggests the nearest."""
     gpus: dict[str, Any] = _sheets()["gpus"]
     if name not in gpus:
         raise unknown_name("GPU", name, gpus)

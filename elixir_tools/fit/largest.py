@@ -44,14 +44,7 @@ class Sizes:
 
 
 def largest_each(sizes: Sizes, start: int, most: int, *, disk: bool) -> Iterator[Found]:
-    """The largest size that fits under each strategy.
-
-    Args:
-        sizes: the problems.
-        start: the first size tried.
-        most: the last size that may be tried.
-        disk: whether the machine has a disk.
-    """
+    """The largest of `sizes`, tried from `start` up to `most`, that fits under each strategy."""
     for strategy, plan in strategies.LADDER.items():
         if strategy == strategies.OURS_DISK and not disk:
             yield Found(strategy=strategy, size=None, parameters=0, more=False)

@@ -68,8 +68,7 @@ class Step:
 def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused: bool = True) -> Step:
     """The step of a Hugging Face model without data, with its adapters and its quantized weights.
 
-    Raises:
-        ConfigError: the config lacks the sizes that the formulas need.
+    Raises ConfigError if the config lacks the sizes that the formulas need.
     """
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
     tokens, sizes = batch * seq, _Sizes.of(config)

@@ -111,12 +111,8 @@ def model_of(
 ) -> Planned:
     """The model without data that the arguments name.
 
-    Args:
-        known: the arguments of the command.
-        mesh: as `pretended_ranks` gives it.
-        batch: sequences of one rank instead of the arguments'.
-        seq: tokens of a sequence instead of the arguments'; the model then gets the positions it lacks.
-        layers: layers instead of the model's own number.
+    Batch, tokens of a sequence and layers replace the arguments' and the model's own. If `seq` does, the model gets the
+    positions it lacks.
     """
     sizes: dict[str, Any] = {"batch": batch or known.batch, "seq": seq or known.seq, "layers": layers}
     sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers", "loss": known.loss}
@@ -139,8 +135,7 @@ def model_of(
 def quantized_as(known: argparse.Namespace) -> str | None:
     """The scheme of the frozen weights: the one that is asked for, or the one in which the checkpoint is shipped.
 
-    Raises:
-        ConfigError: the checkpoint's format is not known.
+    Raises ConfigError if the checkpoint's format is not known.
     """
     if known.quantize is not None:
         return None if known.quantize == UNQUANTIZED else str(known.quantize)

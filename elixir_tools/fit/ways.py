@@ -65,8 +65,7 @@ def asked_for(known: argparse.Namespace, words: Mapping[str, object]) -> argpars
 def run_ways(known: argparse.Namespace, hardware: Hardware, exact: Exact) -> int:
     """Prints the answer by formulas; of a comparison, the recommended way is then asked `exact` unless it is quick.
 
-    Raises:
-        ConfigError: the model cannot be built, or has no adapters.
+    Raises ConfigError if the model cannot be built, or has no adapters.
     """
     started = time.perf_counter()
     asked = {way: asked_for(known, words) for way, words in WAYS.items()} if compares_ways(known) else {"": known}

@@ -49,11 +49,8 @@ def check_targets(model: nn.Module, lora: Lora) -> None:
 def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
     """The model with peft's adapters, of which only these are trained.
 
-    Args:
-        model: the base.
-        lora: what gets an adapter.
-        init: as peft draws them, so that the model is the base at first. Otherwise no factor is zero, so that all get a
-            gradient at once.
+    With `init` they are drawn as by peft, so that the model is the base at first. Otherwise no factor is zero, so that
+    all get a gradient at once.
 
     Raises:
         ConfigError: peft is not installed, or refuses what `lora` names, or the model lacks it; or peft takes a router
@@ -142,8 +139,7 @@ def fused_experts(model: nn.Module) -> list[str]:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes the parameters whose names match one of the shell patterns.
 
-    Raises:
-        ConfigError: a pattern matches none, or nothing is left to train.
+    Raises ConfigError if a pattern matches none, or nothing is left to train.
     """
     for pattern in patterns:
         matched = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]

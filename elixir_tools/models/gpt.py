@@ -238,20 +238,11 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Appends `n` sampled tokens to each sequence of `prompt`.
+    """Appends `n` sampled tokens to each sequence of `prompt`, (B, S) int64 with S at least 1.
 
-    Every rank must call it with prompts of the same shape and the same `n`: mixture layers communicate. The model is in
-    evaluation mode during the call.
-
-    Args:
-        model: a GPT.
-        prompt: (B, S) int64, S at least 1.
-        n: tokens to add.
-        temperature: divides the logits; 0 takes the most probable token.
-        generator: the source of the samples; by default the global RNG of the device.
-
-    Returns:
-        (B, S + n) int64.
+    A temperature of 0 takes the most probable token. The samples come from the device's RNG unless there is a
+    `generator`. Every rank must call it with prompts of the same shape and the same `n`: mixture layers communicate.
+    The model is in evaluation mode meanwhile.
     """
     was_training = model.training
     model.eval()

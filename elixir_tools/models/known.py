@@ -37,10 +37,8 @@ def names() -> list[str]:
 def find(asked: str) -> Known:
     """The model called `asked`: a folder, a file, a name that ships, a paper's model, or any other name on the hub.
 
-    Names that ship are found without their owner, in small letters, and by their beginning if one shape has it.
-
-    Raises:
-        ConfigError: nothing has that name, or the hub does not give its config.
+    Names that ship are found without their owner, in small letters, and by their beginning if one shape has it. Raises
+    ConfigError if nothing has that name, or the hub does not give its config.
     """
     path = Path(asked).expanduser()
     if asked and path.is_dir():

@@ -16,10 +16,8 @@ from elixir_moe.errors import ConfigError, did_you_mean
 def named_function(path: str, option: str, wanted: str) -> Callable[[], Any]:
     """The function called ``package.module:function``; modules of the working directory are found, too.
 
-    `option` is where the user has named it, and `wanted` what it should be, both for messages.
-
-    Raises:
-        ConfigError: there is none, importing its module fails, or it wants an argument.
+    `option` is where the user has named it, and `wanted` what it should be, both for messages. Raises ConfigError if
+    there is none, importing its module fails, or it wants an argument.
     """
     package, _, name = path.partition(":")
     if not (package and name.isidentifier()):

@@ -80,20 +80,12 @@ def named_model(
     checkpointing: bool = True,
     loss: Loss | None = None,
 ) -> Planned:
-    """The model called `name`.
+    """The model called `name`, one of `shapes.names`.
 
-    Args:
-        name: one of `shapes.names`.
-        batch: sequences of one rank.
-        seq: tokens of a sequence.
-        mesh: the ranks over which experts are spread; needed by mixtures only.
-        layers: another number of layers, of a dense model.
-        stretch: give the model the positions that `seq` needs.
-        checkpointing: recompute the activations of every layer in backward.
-        loss: of all logits, or by `linear_cross_entropy`; None: the first, as `train` does.
+    `layers` replaces the number of a dense model; `stretch` gives it the positions that `seq` needs. `mesh`, the ranks
+    over which experts are spread, is needed by mixtures only. A `loss` of None is of all logits, as `train` does.
 
-    Raises:
-        ConfigError: no model has that name; the nearest is suggested. Or `seq` is longer than it allows.
+    Raises ConfigError if no model has that name; the nearest is suggested. Or if `seq` is longer than it allows.
     """
     ranks = 1 if mesh is None else mesh.size()
     if name in GPT2:
@@ -170,14 +162,10 @@ def huggingface_model(
     quantize: Callable[[nn.Module], object] | None = None,
     loss: Loss | None = None,
 ) -> Planned:
-    """The causal language model that a Hugging Face ``config.json`` describes.
+    """The causal language model that a Hugging Face ``config.json``, or its directory, describes.
 
-    Args:
-        path: the file, or its directory.
-        batch, seq, layers, stretch, checkpointing: as in `named_model`.
-        loss: of all logits, or by `linear_cross_entropy`; None: the second wherever the model allows it, as `sft` does.
-        lora: the adapters that are trained instead of the model's own parameters.
-        quantize: what is done to the model before it gets its adapters.
+    Batch, sequence, layers and `stretch` are as in `named_model`; `quantize` is done to the model before it gets its
+    adapters. A `loss` of None is `linear_cross_entropy` wherever the model allows it, as `sft` does.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer

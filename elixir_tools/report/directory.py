@@ -74,8 +74,7 @@ class Claim:
 def is_claimed(path: Path) -> bool:
     """Whether a process trains in `path`. Writes nothing there.
 
-    Raises:
-        ConfigError: the file system has no locks, so that nobody can tell.
+    Raises ConfigError if the file system has no locks, so that nobody can tell.
     """
     try:
         with open(path / LOCK, "rb") as file:

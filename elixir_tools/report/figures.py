@@ -101,12 +101,9 @@ def lines(
     from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Figure:
-    """Values over steps.
+    """Values over steps; every line has a point at least.
 
-    Args:
-        series: the lines, each with a point at least.
-        from_zero: whether the axis of values begins at 0.
-        marks: (step, word) of vertical lines; words that would meet are in three rows, and the rest is left out.
+    `marks` are vertical lines; words of them that would meet are in three rows, and the rest is left out.
     """
     figure, axes = panel(185)
     for one in series:

@@ -91,11 +91,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 def account(directory: Path) -> dict[str, Any]:
     """A summary of a run so far, ready for JSON; values missing from its files are None.
 
-    Losses are in nats per token. Times are medians over all steps but the first, which also allocates. Bytes
-    and hits are those of rank 0, as in `StepRecord`; fetched and offloaded bytes are those between device and host.
-
-    Raises:
-        ConfigError: `directory` does not belong to a run.
+    Losses are in nats per token. Times are medians over all steps but the first, which also allocates. Bytes and hits
+    are those of rank 0, as in `StepRecord`; fetched and offloaded bytes are those between device and host. Raises
+    ConfigError if `directory` does not belong to a run.
     """
     if not is_run(directory):
         raise ConfigError(

@@ -44,14 +44,8 @@ def draw_losses(
     validation: Sequence[Point],
     bigram: float | None,
 ) -> None:
-    """Draws the losses of a run as PNG.
-
-    Args:
-        path: the file to write.
-        title: title of the picture.
-        train: (step, loss) of each step; at least one.
-        validation: (step, loss) of each evaluation.
-        bigram: loss of the bigram model on the validation bytes, if known.
+    """Draws the losses of a run, each at its step, as PNG; `bigram` is that of the bigram model on the validation
+    bytes.
     """
     lines = loss_lines(train, validation, bigram)
     figure = figures.lines(lines)
@@ -66,8 +60,7 @@ def draw_losses(
 def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
     """Draws the losses of a run, finished or not, as PNG. `found`: as `history.account` gives it.
 
-    Raises:
-        ConfigError: the run has no losses yet, or `path` is not a PNG file that can be written.
+    Raises ConfigError if the run has no losses yet, or `path` is not a PNG file that can be written.
     """
     records = (record for _, record in history.records_of(directory / "metrics.jsonl"))
     train, validation = history.losses_of(records)
@@ -80,14 +73,8 @@ def draw(path: Path, directory: Path, found: Mapping[str, Any]) -> None:
 def draw_largest(path: Path, title: str, unit: str, found: Sequence[tuple[str, float | None, str]]) -> None:
     """Draws bars of the largest that fits under each strategy, like ZeRO-Infinity's Figure 6a.
 
-    Args:
-        path: the file to write.
-        title: title of the picture.
-        unit: what the bars count.
-        found: (strategy, the bar's length or None, its label) in the order of the bars.
-
-    Raises:
-        ConfigError: `path` is not a PNG file that can be written.
+    `found` has each bar's strategy, length, if any, and label; `unit` is what they count. Raises ConfigError if `path`
+    is not a PNG file that can be written.
     """
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -106,8 +93,7 @@ def draw_largest(path: Path, title: str, unit: str, found: Sequence[tuple[str, f
 def png_asked_for(path: Path) -> Iterator[None]:
     """Around the drawing of the PNG that `--picture` names.
 
-    Raises:
-        ConfigError: `path` does not end in .png, or cannot be written.
+    Raises ConfigError if `path` does not end in .png, or cannot be written.
     """
     if path.suffix != ".png":
         raise ConfigError(f"--picture {str(path)!r}: expected a file that ends in .png")

@@ -75,16 +75,12 @@ class Text:
 
 
 def load_text(paths: Sequence[str], validation_fraction: float, seq_len: int) -> Text:
-    """Reads and splits the text.
+    """Reads and splits the text; with no `paths`, the English text of Python's own help topics.
 
-    Args:
-        paths: files or glob patterns, joined in order, and within a pattern by name; if empty, the English text of
-            Python's own help topics.
-        validation_fraction: fraction of the bytes, from the end, kept for validation.
-        seq_len: S; each part must hold at least one window of S + 1 bytes.
+    Files and glob patterns are joined in order, and within a pattern by name. Validation has a fraction of the bytes,
+    from the end. Each part must hold at least one window of S + 1 bytes.
 
-    Raises:
-        ConfigError: a file is missing, empty or unreadable; a glob matches nothing; the text is too short.
+    Raises ConfigError: a file is missing, empty or unreadable; a glob matches nothing; the text is too short.
     """
     text = b"".join(_read(file) for path in paths for file in _files(path)) if paths else python_help_text()
     tokens, length = torch.frombuffer(bytearray(text), dtype=torch.uint8), len(text)
@@ -123,10 +119,7 @@ def validation_batches(tokens: torch.Tensor, *, batches: int, rows: int, seq_len
     """The first windows of the validation part, int64 (batches, rows, seq_len + 1); neighbors share one token.
 
     Window i holds tokens i * S ... (i + 1) * S, so each token but the first is predicted once. Returns fewer than
-    `batches` batches if the text has fewer complete ones.
-
-    Raises:
-        ConfigError: there is no complete batch.
+    `batches` batches if the text has fewer complete ones; raises ConfigError if it has none.
     """
     available = (tokens.numel() - 1) // seq_len // rows
     if not available:

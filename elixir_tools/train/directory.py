@@ -205,12 +205,9 @@ def _check_marked(directory: Path) -> None:
 
 
 def _check_nothing_lost(directory: Path, ended: int | None, resume: str) -> None:
-    """Raises ConfigError if the run in a directory without a checkpoint has had one, or has ended.
+    """Raises ConfigError if the run in a directory without a checkpoint has had one, or has ended after steps.
 
-    Args:
-        directory: the directory.
-        ended: the steps of the run, if it has ended.
-        resume: ``run.resume``; a run that names a checkpoint of another directory misses none of this one.
+    A run that resumes from a checkpoint of another directory misses none of this one.
     """
     saved = _object(directory / "status.json").get("checkpoint") if resume in _WORDS else None
     if ended is None and saved is None:

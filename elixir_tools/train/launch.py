@@ -48,12 +48,7 @@ def has_launcher() -> bool:
 
 
 def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:
-    """Runs ``python -m elixir_moe ARGUMENTS`` on `ranks` ranks and waits for them.
-
-    Args:
-        ranks: number of processes to start.
-        arguments: the command line, without the program's name.
-        threads: CPU threads per rank.
+    """Runs ``python -m elixir_moe ARGUMENTS`` on `ranks` ranks, with so many CPU threads each, and waits for them.
 
     Raises:
         RanksFailed: a rank failed, or stopped at a signal; the others were ended.

@@ -38,12 +38,7 @@ def smaller(
 ) -> Iterator[tuple[PlanConfig, int]]:
     """Yields (plan, micro-batches) with less and less memory: first the rCache is halved, then micro-batches.
 
-    Args:
-        plan: the present plan.
-        blocks: present blocks of the rCache.
-        least: the fewest blocks a step needs.
-        rows: samples of a rank in a step, over all its micro-batches.
-        accumulation: present number of micro-batches.
+    A step needs so many blocks at `least`, and has `rows` samples of a rank over all its micro-batches.
     """
     while plan.kind not in ("ddp", "auto") and blocks > least:
         blocks = max(least, blocks // 2)
@@ -171,8 +166,7 @@ def forget(store: Any, process_group: dist.ProcessGroup) -> None:
 def regroup(store: Any, attempt: int) -> dist.ProcessGroup:
     """Ends all process groups and restarts torch.distributed with the same ranks. Every rank calls it.
 
-    Returns:
-        A gloo process group of all ranks.
+    Returns a gloo process group of all ranks.
     """
     timeout = world_timeout()
     backend, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()

@@ -79,19 +79,11 @@ class Stopped(Exception):  # noqa: N818 (no error: it was asked for, or decided)
 def train(
     config: TrainConfig, data: Text, claim: Claim | None, console: Console, *, details: bool = False
 ) -> Summary | None:
-    """Runs a training to its end. Collective: every rank calls it with the same settings and data.
+    """Runs a training to its end; returns its summary on rank 0. Collective: all ranks have the same settings and data.
 
-    A step that runs out of memory is redone by another `Trainer`, with less of it.
-
-    Args:
-        config: the settings, already checked against the number of ranks.
-        data: what is trained on.
-        claim: the run directory on rank 0; None on the others.
-        console: the output of rank 0.
-        details: whether the plan is shown in full.
-
-    Returns:
-        The summary on rank 0; None on the others.
+    A step that runs out of memory is redone by another `Trainer`, with less of it. The settings are already checked
+    against the number of ranks; only rank 0 has the claim of the run directory. With `details` the plan is shown in
+    full.
 
     Raises:
         Stopped: the run ended early, with its state saved.

@@ -173,8 +173,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 def huggingface(path: str, *, shrink: bool, **options: Any) -> HuggingFace:
     """The source for a ``config.json`` or its folder; `options` are fields of `HuggingFace`.
 
-    Raises:
-        ConfigError: there is no such file, transformers does not know the model, or it needs code of its own.
+    Raises ConfigError if there is no such file, transformers does not know the model, or it needs code of its own.
     """
     try:
         import transformers

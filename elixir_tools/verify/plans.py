@@ -48,8 +48,7 @@ class AskedPlan:
 def asked(text: str, folder: Path, *, accumulation: int = 1) -> AskedPlan:
     """The plan that `text` names, or holds, or whose file it is; chunks of `disk` go to `folder`.
 
-    Raises:
-        ConfigError, PlanError: there is no such plan, or it is none.
+    Raises ConfigError or PlanError if there is no such plan, or it is none.
     """
     presets = {
         "ddp": Plan.ddp,

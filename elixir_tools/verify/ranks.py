@@ -38,18 +38,11 @@ _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"
 def on_ranks(
     ranks: int, function: Callable[..., Any], *arguments: Any, gpus: bool = False, at_most: float | None = None
 ) -> Any:
-    """Calls ``function(*arguments)`` on so many ranks; returns what rank 0 returned.
+    """Calls ``function(*arguments)`` on so many ranks, for at most so many seconds; returns what rank 0 returned.
 
-    Args:
-        ranks: how many.
-        function: what each of them runs.
-        arguments: its arguments.
-        gpus: rank i sees all GPUs and starts on GPU i; without it, ranks see no GPU.
-        at_most: seconds that the ranks may take together.
-
-    Raises:
-        ElixirError: of the type that the first rank raised, with its message. Errors of other libraries come as
-            ElixirError with their traceback. Also if ranks have not answered in time.
+    With `gpus`, rank i sees all GPUs and starts on GPU i; without, ranks see no GPU. Raises ElixirError of the type
+    that the first rank raised, with its message; errors of other libraries come as ElixirError with their traceback.
+    Also if ranks have not answered in time.
     """
     context: Any = multiprocessing.get_context("forkserver")
     multiprocessing.set_forkserver_preload(list(PRELOADED))  # a server that runs already is left as it is

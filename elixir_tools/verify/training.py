@@ -25,6 +25,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.checkpoints import Whole, read_manifest
 from elixir_moe.ext.hf import base_of, has_own_adapters, is_peft_model
 from elixir_moe.ext.models import SCALES, packed_parameters, persistent_buffers, tree_leaves, tree_map
+from elixir_moe.ext.ranks import gathered
 from elixir_tools.verify.cases import Source, TestCase, batch_of, own_loss, parts_of
 from elixir_tools.verify.plans import AskedPlan
 
@@ -148,7 +149,7 @@ def train_and_save(setup: Setup) -> None:
         _step(setup, trainer, schedule, record, step)
     _end_half(setup, trainer, record)
     if setup.resumes:
-        record.kept = _gathered(_kept(setup, trainer, schedule))
+        record.kept = gathered(_kept(setup, trainer, schedule))
         trainer.save(setup.folder / "checkpoint", {"schedule": schedule.state_dict()})
         record.moments = trainer.moments()
         trainer.close()
@@ -168,7 +169,7 @@ def load_and_go_on(setup: Setup) -> None:
     schedule = schedule_of(trainer.optimizer)
     _change_all(setup, trainer)
     schedule.load_state_dict(trainer.load(setup.folder / "checkpoint")["schedule"])
-    record.found = _gathered(_kept(setup, trainer, schedule))
+    record.found = gathered(_kept(setup, trainer, schedule))
     for step in range(setup.steps, setup.all_steps):
         _step(setup, trainer, schedule, record, step)
     _end_half(setup, trainer, record)
@@ -206,9 +207,9 @@ def _step(setup: Setup, trainer: "Wrapped", schedule: LambdaLR, record: Record, 
     for loss in trainer.backwards(loss_of) if setup.together > 1 else _one_by_one(setup, trainer, loss_of):
         losses += loss.detach().cpu() / setup.accumulation
     record.losses.append(_mean(losses))
-    record.modules.append(_added(_gathered(sums)))
+    record.modules.append(_added(gathered(sums)))
     if step == 0:
-        record.labeled = [sum(rows) for rows in zip(*_gathered(record.labeled), strict=True)]
+        record.labeled = [sum(rows) for rows in zip(*gathered(record.labeled), strict=True)]
     if step == setup.steps:
         record.loaded = trainer.weights()
     else:
@@ -231,7 +232,7 @@ def _end_half(setup: Setup, trainer: "Wrapped", record: Record) -> None:
     case, sums = trainer.case, Sums()
     with torch.no_grad(), _modules_watched(case.model, sums, watched=True):
         loss = case.step(trainer.runs, own_rows(batch_of(case, _PROBE, 0), setup.device))
-    record.ends.append((_mean(loss.detach().double().cpu()), _added(_gathered(sums))))
+    record.ends.append((_mean(loss.detach().double().cpu()), _added(gathered(sums))))
     record.weights.append(trainer.weights())
 
 
@@ -239,13 +240,6 @@ def _mean(loss: Tensor) -> float:
     """Over the ranks."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
-
-
-def _gathered(value: Any) -> list[Any]:
-    """That of each rank, on all."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _added(found: list[Sums]) -> Sums:

@@ -38,13 +38,8 @@ def name_not_finite(
 ) -> str:
     """Names the origin of values that are not finite: weights, a module's output, or the gradient nearest the loss.
 
-    Collective. Needs the gradients of the step.
-
-    Args:
-        model: the wrapped model.
-        wrapped: what `wrap` made of it.
-        forward: runs the forward passes of the step again.
-        drop: drops the gradients; None where updates may have begun, so that only gradients can be looked at.
+    Collective. Needs the gradients of the step. `forward` runs its forward passes again, and `drop` drops the
+    gradients; None where updates may have begun, so that only gradients can be looked at.
     """
     gradients = _union(wrapped, wrapped.kept.decision.not_finite())
     if drop is not None:
