@@ -40,10 +40,13 @@ Arrays = tuple[StateArray, ...]
 class DiskFile:
     """A file without a name, allocated on a disk, with threads that use it."""
 
-    def __init__(self, directory: str, nbytes: int, *, rank: int, device: torch.device = _HOST) -> None:
-        """Makes a file of `nbytes`, whose threads may copy to and from `device`.
+    def __init__(
+        self, directory: str, nbytes: int, *, rank: int = 0, checked: bool = False, device: torch.device = _HOST
+    ) -> None:
+        """Makes a file of `nbytes` of `rank`, zeros at first, whose threads may copy to and from `device`.
 
-        Raises TierError: there is no such directory, or the disk has too little room.
+        If `checked`, a checksum of each slice is kept in memory, and compared at each read. Raises TierError: there is
+        no such directory, or the disk has too little room.
         """
         self.directory = directory
         self.where = f"disk of {socket.gethostname()}"
@@ -70,6 +73,7 @@ class DiskFile:
 
         self.threads = ThreadPoolExecutor(DISK_THREADS, "elixir-disk", begin_thread)
         """The threads that read and write."""
+        self._checked, self._checksums = checked, dict[int, int]()
         self.buffer_bytes = 0
         """Bytes of the memory through which data goes to the file and comes from it."""
 
@@ -83,6 +87,31 @@ class DiskFile:
                 f"{self.where}: shards of rank {self.rank} could not be {verb} {self.directory!r}: {error}; continue "
                 f"from a checkpoint, on another disk"
             ) from error
+
+    def store(self, offset: int, content: torch.Tensor) -> None:
+        """Writes a slice. Raises DiskError."""
+        self._checksums.pop(offset, None)  # an interrupt leaves no checksum, not a wrong one
+        self.move(offset, content, write=True)
+        self.sign(offset, content)
+
+    def load(self, offset: int, content: torch.Tensor, what: str) -> None:
+        """Reads a slice, which `what` names. Raises DiskError if the disk fails, or it is not what was written."""
+        self.move(offset, content, write=False)
+        self.check(offset, content, what)
+
+    def sign(self, offset: int, content: torch.Tensor) -> None:
+        """Keeps the checksum of a slice that was written."""
+        if self._checked:
+            self._checksums[offset] = zlib.crc32(bytes_of(content))
+
+    def check(self, offset: int, content: torch.Tensor, what: str) -> None:
+        """Raises DiskError if a slice that was read is not what was written."""
+        wanted = self._checksums.get(offset)
+        if wanted is not None and zlib.crc32(bytes_of(content)) != wanted:
+            raise DiskError(
+                f"{self.where}: what rank {self.rank} read from {self.directory!r} is not what it wrote there "
+                f"({what} of its shard): the disk cannot be trusted; continue from a checkpoint, on another one"
+            )
 
     def drop_cached(self) -> bool:
         """Writes what the system caches of the file to the disk and drops it; returns whether it caches nothing.
@@ -118,20 +147,12 @@ class DiskStore(DiskFile):
     def __init__(
         self, directory: str, shards: Sequence[tuple[int, Arrays]], *, rank: int = 0, checked: bool = False
     ) -> None:
-        """Makes the file, zeros at first.
+        """Makes the file in a directory on a disk, not on a file system in memory; the rest as for `DiskFile`.
 
-        Args:
-            directory: where the file is made; on a disk, not on a file system in memory.
-            shards: elements of each chunk's shard and its arrays, in the order in which they are taken: the master
-                shard, the optimizer's moments, and perhaps the gradient's sum.
-            rank: the owner of the file, for messages.
-            checked: keep a checksum of each slice in memory, and compare it at each read.
-
-        Raises:
-            TierError: there is no such directory, or the disk has too little room.
+        `shards` are the elements of each chunk's shard and its arrays, in the order in which they are taken: the master
+        shard, the optimizer's moments, and perhaps the gradient's sum.
         """
-        super().__init__(directory, sum(spilled_bytes(*shard) for shard in shards), rank=rank)
-        self.checked = checked
+        super().__init__(directory, sum(spilled_bytes(*shard) for shard in shards), rank=rank, checked=checked)
         self.slice_numel = spill_slice_numel()
         self._left, self._taken = deque(shards), 0
         longest = max(record_bytes(min(numel, self.slice_numel), arrays) for numel, arrays in shards)
@@ -165,7 +186,6 @@ class DiskShard:
         self.arrays = arrays
         self.numel = numel
         self._slices = range(-(-numel // store.slice_numel))
-        self._checksums: dict[tuple[int, int], int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +213,7 @@ class DiskShard:
             self._file.move(self._place(index, 0), record, write=False)
             contents = list(record.split(sizes))
             for array, content in enumerate(contents):
-                self._check(index, array, content)
+                self._file.check(self._place(index, array), content, self._what(index, array))
             work(self._bounds(index)[0], [self._elements(index, i, content) for i, content in enumerate(contents)])
             self._leave(index, record, contents)
 
@@ -201,7 +221,7 @@ class DiskShard:
         """Writes slice `index` of the first arrays, whose `contents` are the first of the `record`."""
         self._file.move(self._place(index, 0), record[: sum(map(len, contents))], write=True)
         for array, content in enumerate(contents):
-            self._sign(index, array, content)
+            self._file.sign(self._place(index, array), content)
 
     def _elements(self, index: int, array: int, content: torch.Tensor) -> torch.Tensor:
         """The elements in the content of slice `index` of an array."""
@@ -224,7 +244,7 @@ class DiskShard:
             with own.lock:
                 content = self._load(array, index, own)
                 self._elements(index, array, content)[there] = values[here]
-                self._store(array, index, content)
+                self._file.store(self._place(index, array), content)
 
     def _parts(self, array: int, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
         """(slice index, its elements in the request, its elements in the slice) for each slice of a request."""
@@ -235,14 +255,8 @@ class DiskShard:
 
     def _load(self, array: int, index: int, record: Record) -> torch.Tensor:
         content = record.memory[: self._paged(index, array)]
-        self._file.move(self._place(index, array), content, write=False)
-        self._check(index, array, content)
+        self._file.load(self._place(index, array), content, self._what(index, array))
         return content
-
-    def _store(self, array: int, index: int, content: torch.Tensor) -> None:
-        self._checksums.pop((index, array), None)  # an interrupt leaves no checksum, not a wrong one
-        self._file.move(self._place(index, array), content, write=True)
-        self._sign(index, array, content)
 
     def _paged(self, index: int, array: int) -> int:
         """Bytes of slice `index` of an array, in whole pages."""
@@ -254,19 +268,10 @@ class DiskShard:
         before = index * record_bytes(self._file.slice_numel, self.arrays)
         return self._offset + before + sum(self._paged(index, earlier) for earlier in range(array))
 
-    def _sign(self, index: int, array: int, content: torch.Tensor) -> None:
-        if self._file.checked:
-            self._checksums[index, array] = zlib.crc32(bytes_of(content))
-
-    def _check(self, index: int, array: int, content: torch.Tensor) -> None:
-        wanted = self._checksums.get((index, array))
-        if wanted is not None and zlib.crc32(bytes_of(content)) != wanted:
-            start, stop = self._bounds(index)
-            raise DiskError(
-                f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
-                f"wrote there (chunk {self._chunk}, {self.arrays[array].name}, elements {start} to "
-                f"{stop} of its shard): the disk cannot be trusted; continue from a checkpoint, on another one"
-            )
+    def _what(self, index: int, array: int) -> str:
+        """Slice `index` of an array, for messages."""
+        start, stop = self._bounds(index)
+        return f"chunk {self._chunk}, {self.arrays[array].name}, elements {start} to {stop}"
 
 
 def disk_bytes_left(directory: str) -> int:

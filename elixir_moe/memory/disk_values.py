@@ -12,7 +12,6 @@ few and used again).
 """
 
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -22,10 +21,9 @@ import torch
 from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import VALUES_BUFFERS, VALUES_REQUEST_BYTES, paged_bytes, values_buffer_bytes
 from elixir_moe.distributed.collectives import Work
-from elixir_moe.errors import DiskError
 from elixir_moe.kernels import host_threads, sum_of_squares
 from elixir_moe.memory.direct_file import paged_memory
-from elixir_moe.memory.disk import DiskFile, DiskShard, DiskStore, bytes_of
+from elixir_moe.memory.disk import DiskFile, DiskShard, DiskStore
 from elixir_moe.memory.slabs import locked_zeros
 
 
@@ -35,9 +33,8 @@ class ValuesFile(DiskFile):
     def __init__(
         self, directory: str, sizes: Sequence[int], device: torch.device, *, rank: int = 0, checked: bool = False
     ) -> None:
-        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `DiskStore`."""
-        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank, device=device)
-        self.checked = checked
+        """Makes the file. `sizes` are the bytes of each chunk's shard; the rest is as for `DiskFile`."""
+        super().__init__(directory, sum(map(paged_bytes, sizes)), rank=rank, checked=checked, device=device)
         self.buffer_bytes = values_buffer_bytes(sizes)
         self._memory = (
             locked_zeros(self.buffer_bytes, host_threads(device))
@@ -105,7 +102,6 @@ class ValuesPlace:
         self._nbytes, self._request_bytes = nbytes, request_bytes
         self.nbytes = paged_bytes(nbytes)
         """Bytes of the file."""
-        self._checksums: dict[int, int] = {}
 
     @property
     def reading(self) -> Reading | None:
@@ -170,10 +166,7 @@ class ValuesPlace:
 
     def overwrite(self, start: int, request: torch.Tensor) -> None:
         """Writes the whole request that begins at byte `start`, in whole pages. Raises DiskError. For any thread."""
-        self._checksums.pop(start, None)  # an interrupt leaves no checksum, not a wrong one
-        self._file.move(self._offset + start, request, write=True)
-        if self._file.checked:
-            self._checksums[start] = zlib.crc32(bytes_of(request))
+        self._file.store(self._offset + start, request)
 
     def _requests(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of the requests, in whole pages."""
@@ -189,14 +182,8 @@ class ValuesPlace:
                 yield start, place, slice(first - low, last - low), slice(first - start, last - start)
 
     def _load(self, start: int, place: torch.Tensor) -> None:
-        self._file.move(self._offset + start, place, write=False)
-        wanted = self._checksums.get(start)
-        if wanted is not None and zlib.crc32(bytes_of(place)) != wanted:
-            raise DiskError(
-                f"{self._file.where}: what rank {self._file.rank} read from {self._file.directory!r} is not what it "
-                f"wrote there (values of chunk {self._chunk}, bytes {start} to {start + place.numel()} of its shard): "
-                f"the disk cannot be trusted; continue from a checkpoint, on another one"
-            )
+        what = f"values of chunk {self._chunk}, bytes {start} to {start + place.numel()}"
+        self._file.load(self._offset + start, place, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +261,7 @@ class FullDiskShard(DiskShard):
                 content = own.memory[:size] if replace else self._load(self.gradient, index, own)
                 total = self._elements(index, self.gradient, content)
                 change(self._bounds(index)[0], total)
-                self._store(self.gradient, index, content)
+                self._file.store(self._place(index, self.gradient), content)
                 return float(sum_of_squares(total, threads=1))
 
         parts = [self._file.threads.submit(one, index) for index in self._slices]
