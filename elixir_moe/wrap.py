@@ -91,16 +91,7 @@ def wrap(
     """
 
     prepare_process()
-    request = accept(
-        model,
-        optimizer,
-        plan=plan,
-        sample=sample,
-        step=step,
-        compute_dtype=compute_dtype,
-        device=device,
-        weights=weights,
-    )
+    request = accept(model, optimizer, plan, sample, step, compute_dtype, device, weights)
     try:
         with request.undo as undo:
             sharded = _wrap(request)

@@ -37,7 +37,7 @@ from elixir_moe.wrapping.checks import (
 from elixir_moe.wrapping.deferred_init import follow, unfollow
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """The arguments of `wrap`, which documents them, and the device of forward on this rank."""
 
@@ -56,7 +56,6 @@ class Request:
 def accept(
     model: nn.Module,
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    *,
     plan: Plan | AutoPlan,
     sample: Any,
     step: Callable[[nn.Module, Any], Any] | None,
@@ -79,19 +78,10 @@ def accept(
         return optimizer
 
     optimizer = make_on_all_ranks("checked what wrap was given", check) if dist.is_initialized() else check()
-    here = start(device)
+    request = Request(model, optimizer, plan, sample, step, compute_dtype, start(device), weights)
     watch()
     check_alike(optimizer, plan, weights)
-    return Request(
-        model=model,
-        optimizer=optimizer,
-        plan=plan,
-        sample=sample,
-        step=step,
-        compute_dtype=compute_dtype,
-        device=here,
-        weights=weights,
-    )
+    return request
 
 
 def prepare(request: Request) -> Pretrained | None:
