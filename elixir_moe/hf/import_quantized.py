@@ -213,11 +213,7 @@ def _read_fp8(module: Any, own: str) -> tuple[Packed, Tensor, Tensor]:
     return packed, codes, getattr(module, f"{own}_scale_inv").data.float()
 
 
-def _fp8_replaced(own: str) -> list[str]:
-    return [f"{own}_scale_inv"]
-
-
-_FP8 = _Layer(_fp8_weights, _problem_fp8, _read_fp8, _fp8_replaced)
+_FP8 = _Layer(_fp8_weights, _problem_fp8, _read_fp8, lambda own: [f"{own}_scale_inv"])
 _LAYERS: Mapping[str, _Layer] = {
     "bitsandbytes.Linear4bit": _Layer(_weight, _problem_4bit, _read_4bit, lambda _: ["quant_state"]),
     "bitsandbytes.Linear8bitLt": _Layer(_weight, _problem_8bit, _read_8bit, lambda _: ["state"]),

@@ -142,7 +142,7 @@ def experts(story: Story) -> list[Card]:
     worst = [(step, max(map(_uneven, layers.values()))) for step, layers in loads if layers]
     title = f"Tokens of each expert, last {min(_RECENT, len(loads))} steps"
     uneven = sorted(summed.items(), key=lambda item: -_uneven(item[1]))[:_MOST_UNEVEN]
-    busiest = [[name, str(_busiest(counts)), f"{_uneven(counts):.2f} ×"] for name, counts in uneven]
+    busiest = [[name, str(counts.index(max(counts))), f"{_uneven(counts):.2f} ×"] for name, counts in uneven]
     table = document.table(["most uneven layers", "busiest expert", "its tokens ÷ mean"], busiest)
     rows = [(model.layer_number(model.layer_of(name)), counts) for name, counts in summed.items()]
     drawn = figures.svg(figures.loads(rows), title) if rows else ""
@@ -265,10 +265,6 @@ def _are_counts(found: object) -> bool:
 def _uneven(counts: Sequence[float]) -> float:
     """The busiest expert's tokens against the mean; 0 without a token."""
     return max(counts) * len(counts) / total if (total := sum(counts)) else 0.0
-
-
-def _busiest(counts: Sequence[float]) -> int:
-    return max(range(len(counts)), key=counts.__getitem__)
 
 
 def write(path: Path, stories: Sequence[Story]) -> None:

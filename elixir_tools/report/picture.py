@@ -44,9 +44,7 @@ def draw_losses(
     validation: Sequence[Point],
     bigram: float | None,
 ) -> None:
-    """Draws the losses of a run, each at its step, as PNG; `bigram` is that of the bigram model on the validation
-    bytes.
-    """
+    """Draws the losses of a run, each at its step, as PNG; `bigram` is the bigram model's on the validation bytes."""
     lines = loss_lines(train, validation, bigram)
     figure = figures.lines(lines)
     labels = [f"{line.label} {figures.number_text(line.points[-1][1])}" for line in lines]
