@@ -341,12 +341,6 @@ class Reductions:
         """Starts another step."""
         self.apart = False
 
-    def vacate_blocks(self) -> None:
-        """Gives up the blocks of gradients that are not reduced yet."""
-        for gradients in self._gradients:
-            if gradients.block is not None:
-                gradients.block.vacate(self._streams.all_compute())
-
     def reset(self) -> None:
         """Drops gradients that are not reduced yet; to be called when nobody holds weights."""
         for gradients in self._gradients:

@@ -43,7 +43,7 @@ class Scheduler:
         self.phase = Phase()
         weights = [Weights(chunk, blocks.own.get(chunk.spec.index)) for chunk in chunks]
         gradients = [Gradients(chunk) for chunk in chunks]
-        self.writes = Writes(weights, gradients, streams, self.phase)
+        self.writes = Writes(weights, streams, self.phase)
         """The writes of user code to gathered weights."""
         self.gathers = Gathers(weights, gradients, cache, blocks, streams, statistics, self.phase, self.writes)
         self.reductions = Reductions(
@@ -95,7 +95,6 @@ class Scheduler:
 
     def updated(self) -> None:
         """Called when the optimizer has written new values, or begun to: drops gathered weights, which are stale."""
-        self.reductions.drain()
         self.gathers.drop()
         for chunk in self.chunks:
             if chunk.spec.residence is ATTACHED and chunk.spec.key.trainable:
@@ -106,7 +105,6 @@ class Scheduler:
         """Gives up all unfinished work; reduced gradients and in-place writes stay."""
         self.reductions.drain()
         self.gathers.finish_queued()
-        self.reductions.vacate_blocks()
         self.gathers.reset()
         self.reductions.reset()
         self.streams.fetch_after_compute()

@@ -15,7 +15,6 @@ from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.step_machine import ParamId
 from elixir_moe.errors import UsageError
 from elixir_moe.runtime.autograd import unrecorded
-from elixir_moe.runtime.gradients import Gradients
 from elixir_moe.runtime.phase import WHOLE, Phase
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.weights import GATHERED, Weights
@@ -39,10 +38,8 @@ class _Seen:
 class Writes:
     """The writes of user code into the chunks of one wrapped model on one rank."""
 
-    def __init__(
-        self, weights: Sequence[Weights], gradients: Sequence[Gradients], streams: Streams, phase: Phase
-    ) -> None:
-        self._weights, self._gradients, self._streams, self._phase = weights, gradients, streams, phase
+    def __init__(self, weights: Sequence[Weights], streams: Streams, phase: Phase) -> None:
+        self._weights, self._streams, self._phase = weights, streams, phase
         self._seen = [_Seen(one.chunk.versions()) for one in weights]
         self._unseen: str | None = None
         """The name of a parameter that was written without a trace before the end of the first backward (as by
@@ -57,8 +54,6 @@ class Writes:
         """
         if weights.state is not GATHERED:
             return
-        if weights.gather is not None:
-            weights.gather.wait()
         with unrecorded():
             self._store(weights, [])
             if self._phase.first and self._unseen is None:
@@ -95,7 +90,6 @@ class Writes:
             if index in self._phase.early:
                 self._forget(weights)  # reported once: `step` continues without them
                 self._phase.check(WHOLE, f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
-            self._gradients[index].order_behind_reduction()  # it may still be writing in the values' place
             self._streams.join_compute()
             self._copy_home(weights, positions)
         if self._phase.first:

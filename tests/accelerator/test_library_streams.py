@@ -5,19 +5,26 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
 import elixir_moe as em
+from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.plan import Tier
+from elixir_moe.chunks.residence import CACHED
 from elixir_moe.chunks.statistics import Statistics
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.distributed.collectives import Work
+from elixir_moe.memory.blocks import Block
 from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.gradients import GradientBuffer
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.phase import Phase
+from elixir_moe.runtime.reductions import Reductions
+from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.runtime.writes import Writes
 from elixir_moe.state.checkpoint.save import _stream_behind
@@ -87,6 +94,41 @@ def test_the_first_fetch_waits_for_what_filled_shards_and_blocks() -> None:
         Gathers([], [], cache, blocks, streams, Statistics(), Phase(), writes)
         with streams.fetching():
             assert (numbers * 2).cpu()[0].item() == 2
+
+
+@pytest.mark.parametrize("then", [Scheduler.updated, Scheduler.reset])
+@on_device()
+def test_fetches_read_what_compute_has_written_to_shards(then: Any) -> None:
+    streams, _, _ = a_step()
+    blocks = cast(Any, SimpleNamespace(own={}))
+    scheduler = Scheduler([], CacheState(0), blocks, None, streams, Statistics())
+    with late_compute():
+        numbers = ones()
+        then(scheduler)
+        with streams.fetching():
+            assert (numbers * 2).cpu()[0].item() == 2
+
+
+@on_device()
+def test_a_block_is_written_when_its_gradients_have_moved_out() -> None:
+    streams, _, side = a_step()
+    spec: Any = SimpleNamespace(index=0, nbytes=4000, key=SimpleNamespace(dtype=torch.float32))
+    chunk: Any = SimpleNamespace(spec=spec, views=lambda memory: [memory])
+    block = Block(torch.empty(4000, dtype=torch.uint8, device=NAME), Statistics())
+    buffer = GradientBuffer(chunk, [], block.claim(spec))
+    buffer.add([(0, ones())])
+    gradients: Any = [SimpleNamespace(chunk=chunk, block=block, buffer=buffer)]
+    blocks, others = SimpleNamespace(foreseen_gradients=0), MagicMock()
+    reductions = Reductions(
+        [], gradients, others, cast(Any, blocks), None, None, streams, Statistics(), Phase(), others, others
+    )
+    reductions._gradient_blocks = 1
+    torch.accelerator.synchronize()
+    with late_compute():
+        assert reductions._move_gradients_out()
+        with side:
+            block.claim(spec).zero_()
+        assert buffer.complete().cpu()[0].item() == 1
 
 
 @on_device()
@@ -263,21 +305,23 @@ def test_a_checkpoint_that_nobody_asks_for_dies_behind_its_copy() -> None:
         assert {numbers.cpu()[0].item() for numbers in every} == {5.0}
 
 
-def shared(memory: Tensor) -> Any:
-    """Weights on the device whose values lie in memory that ranks share: zeros."""
-    whole, slot = torch.zeros(1000), SimpleNamespace(start=0, stop=1000)
-    shard = SimpleNamespace(whole=whole)
-    spec = SimpleNamespace(index=0, slots=[slot])
-    chunk = SimpleNamespace(
-        shard=shard, device=memory.device, spec=spec, locals=[memory], names=["weight"], versions=lambda: [0]
-    )
-    return SimpleNamespace(chunk=chunk, buffer=memory, views=[memory], attach=lambda: None)
+def weights_of(memory: Tensor, *, shared: bool = False, stored: list[Tensor] | None = None) -> Any:
+    """Weights in this memory on the device. `shared`: their values lie in memory that ranks share, and are zeros."""
+    part = SimpleNamespace(start=0, stop=1000, numel=1000, here=slice(0, 1000))
+    shard = SimpleNamespace(whole=torch.zeros(1000) if shared else None)
+    shard.store = lambda start, written: None if stored is None else stored.append(written.clone())
+    spec = SimpleNamespace(index=0, slots=[part], residence=CACHED, shows_only_weights=False)
+    chunk = SimpleNamespace(shard=shard, device=memory.device, spec=spec, pieces=[part])
+    chunk.locals, chunk.names, chunk.versions = [memory], ["weight"], lambda: [0]
+    weights = SimpleNamespace(chunk=chunk, buffer=memory, views=[memory], own_part=memory, gather=None)
+    weights.attach = lambda: None
+    return weights
 
 
 @on_device()
 def test_others_write_shared_memory_when_the_device_has_read_it() -> None:
     streams, _, _ = a_step()
-    writes = Writes([shared(ones())], [], streams, Phase())
+    writes = Writes([weights_of(ones(), shared=True)], streams, Phase())
     host = torch.zeros(1000).pin_memory()
     with late_compute():
         host.copy_(ones(), non_blocking=True)
@@ -290,10 +334,72 @@ def test_a_write_to_shared_memory_is_seen_whichever_stream_makes_it() -> None:
     streams, _, side = a_step()
     numbers = torch.zeros(1000, device=NAME)
     torch.accelerator.synchronize()
-    writes = Writes([shared(numbers)], [], streams, Phase())
+    writes = Writes([weights_of(numbers, shared=True)], streams, Phase())
     with late_others():
         with side:
             streams.enter_compute()
             numbers.add_(1)
         with pytest.raises(em.UsageError, match="'weight' is frozen"):
             writes.store([(0, 0)])
+
+
+@on_device()
+def test_a_write_is_stored_whichever_stream_makes_it() -> None:
+    streams, _, side = a_step()
+    numbers, phase, stored = torch.zeros(1000, device=NAME), Phase(), list[Tensor]()
+    phase.first = False
+    torch.accelerator.synchronize()
+    with late_others():
+        with side:
+            streams.enter_compute()
+            numbers.add_(1)
+        Writes([weights_of(numbers, stored=stored)], streams, phase).store([(0, 0)])
+        assert stored[0].cpu()[0].item() == 1
+
+
+@on_device()
+def test_a_write_without_a_trace_is_found_whichever_stream_makes_it() -> None:
+    streams, _, side = a_step()
+    weights = weights_of(ones())
+    writes = Writes([weights], streams, Phase())
+    writes.watch(weights)
+    torch.accelerator.synchronize()
+    with late_others():
+        with side:
+            streams.enter_compute()
+            weights.buffer.add_(1)
+        writes.watch(weights)
+        assert writes.unseen() == "weight"
+
+
+@on_device()
+def test_weights_are_looked_at_when_they_have_come() -> None:
+    streams, _, _ = a_step()
+    weights = weights_of(ones())
+    writes = Writes([weights], streams, Phase())
+    torch.accelerator.synchronize()
+    with late_others():
+        with streams.gathering():
+            weights.buffer.add_(1)
+            weights.gather = streams.marked(Work())
+        writes.watch(weights)
+        torch.accelerator.synchronize()
+        writes.watch(weights)
+        assert writes.unseen() is None
+
+
+@on_device()
+def test_a_look_may_be_compared_on_another_stream() -> None:
+    streams, _, side = a_step()
+    weights = weights_of(ones())
+    writes = Writes([weights], streams, Phase())
+    torch.accelerator.synchronize()
+    with late_compute():
+        with side:
+            streams.enter_compute()
+            writes.watch(weights)
+        writes.watch(weights)
+        with side:
+            torch.full((1,), 5, device=NAME)
+            side.synchronize()
+        assert writes.unseen() is None

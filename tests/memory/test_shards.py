@@ -494,7 +494,7 @@ def test_gradients_are_copied_to_a_block_of_their_own_and_leave_the_weights(weig
 
 
 def test_what_was_written_without_a_trace_is_said_too(weights: Weights) -> None:
-    writes = Writes([weights], [Gradients(weights.chunk)], Streams(CPU), Phase())
+    writes = Writes([weights], Streams(CPU), Phase())
     (seen,) = writes._seen
     gather(weights)
     writes.watch(weights)
@@ -510,7 +510,7 @@ def test_what_was_written_without_a_trace_is_said_too(weights: Weights) -> None:
 
 
 def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(weights: Weights) -> None:
-    writes = Writes([weights], [Gradients(weights.chunk)], Streams(CPU), Phase())
+    writes = Writes([weights], Streams(CPU), Phase())
     gather(weights)
     view = weights.chunk.parameters[1].detach()
     weights.reset()
@@ -521,11 +521,22 @@ def test_a_write_while_the_weights_are_away_is_told_at_the_next_gather(weights: 
         writes.refuse_old_views(weights)
 
 
-def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None:
+def ends(scheduler: Scheduler) -> None:
+    scheduler.release((0,), tracked=True)
+
+
+def ends_and_an_interrupt_comes(scheduler: Scheduler) -> None:
+    scheduler.gathers.release((0,), tracked=True)
+    scheduler.reductions.drain()
+
+
+@pytest.mark.parametrize("hold", [ends, ends_and_an_interrupt_comes])
+def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values(hold: Callable[[Scheduler], None]) -> None:
     """Nothing takes the place of weights in blocks but other weights; here their own gradient does."""
     chunk = chunk_of(torch.bfloat16, in_place=True)
     blocks = mock.Mock(own={0: ShardBlock(chunk.shard, Statistics())})
-    reductions = Scheduler([chunk], CacheState(0), blocks, None, Streams(CPU), Statistics()).reductions
+    scheduler = Scheduler([chunk], CacheState(0), blocks, None, Streams(CPU), Statistics())
+    reductions = scheduler.reductions
     (weights,), (gradients,) = reductions._weights, reductions._gradients
     gather(weights)
     view, reduced = chunk.parameters[0].detach(), torch.full((chunk.spec.numel,), 2.0, dtype=torch.bfloat16)
@@ -533,8 +544,7 @@ def test_a_reader_that_outlives_a_chunk_used_in_place_keeps_the_values() -> None
     reductions._add_reduced(gradients, reduced, None)
     assert chunk.parameters[0].flatten().tolist() == list(range(16)), "somebody computes with them"
     assert not chunk.shard.has_gradient
-    weights.holds = 0
-    reductions.add_waiting(0)
+    hold(scheduler)
     assert chunk.shard.gradient().eq(2).all()
     assert view.flatten().tolist() == list(range(16))
     assert chunk.parameters[0].isnan().all()
