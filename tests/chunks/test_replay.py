@@ -196,6 +196,26 @@ def test_a_run_without_gradients_counts_among_the_runs_of_its_module() -> None:
     assert lines(parts, [*forward, *evaluation, *backward(0)], layout) == trained
 
 
+def test_the_weights_of_a_part_that_ran_again_go_with_its_last_gradient() -> None:
+    """As in a reentrant checkpoint, whose first run autograd does not record."""
+    parts = [part(), part(0, parent=0), part(1, parent=0)]
+    unrecorded = [replace(event, with_grad=False) for event in ran(2)]
+    again = [StepEvent(ENTER, 2, in_backward=True), StepEvent(LEAVE, 2, in_backward=True), StepEvent(REACH, 2, run=-1)]
+    backward = [*again, StepEvent(ACCUMULATE, params=(1,)), StepEvent(REACH, 1), StepEvent(ACCUMULATE, params=(0,))]
+    assert lines(parts, [*ran(0, ran(1), unrecorded), *backward], layout_of([0, 1]))[4:] == [
+        "acquire 1",
+        "acquire 1",
+        "release 1",
+        "release 1",
+        "acquire (1)",
+        "release (1)",
+        "acquire 0",
+        "release 0",
+        "acquire (0)",
+        "release (0)",
+    ]
+
+
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
     forward = [event for number in range(3) for event in ran(number)]

@@ -1,9 +1,16 @@
 """What ranks that wait tell each other outside their collectives."""
 
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
 import torch.distributed as dist
 
 from elixir_moe.distributed import watchdog
+from elixir_moe.distributed.collectives import drop_groups, end_gloo, make_groups
 from elixir_moe.distributed.waits import RankWait, deadlock_of
+from tests.support.ranks import RankPool
 
 
 def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it() -> None:
@@ -22,3 +29,24 @@ def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it()
     assert deadlock_of(2, lines[2].exchange_waits(places[2])) == ""
     for line in lines:
         line.close()
+
+
+def wait_until_another_ends_it() -> str:
+    """(rank) The error of a wait that the other rank ends."""
+    group = make_groups({(0, 1)})[0, 1]
+    said = ""
+    if dist.get_rank():
+        end_gloo(group)
+    else:
+        work = dist.irecv(torch.empty(1), group=group, group_src=1)
+        assert work is not None
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=60))
+        said = str(caught.value)
+    dist.barrier()
+    drop_groups([group])
+    return said
+
+
+def test_a_rank_ends_the_waits_of_all_others_in_a_group(ranks: Callable[[int], RankPool]) -> None:
+    assert "closed" in ranks(2).run(wait_until_another_ends_it)[0]

@@ -2,7 +2,8 @@
 
 import threading
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from elixir_moe.memory.elements import InMemory, OnDisk
 from elixir_moe.memory.gate import Gate
 from elixir_moe.memory.gradient_sum import SumInMemory, SumOnDisk
+from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.optim.shard_update import AdamUpdate
+from tests.memory.test_shards import gradient, shard_of
 
 
 class Ended(Future[Any]):
@@ -113,3 +117,39 @@ def test_a_sum_is_used_behind_its_additions(use: str, on_disk: bool) -> None:
     total = SumOnDisk(MagicMock(), gate, None) if on_disk else SumInMemory(torch.ones(4), gate, None)
     getattr(total, use)(*((0, 4) if use == "read" else ([(0, 4)], torch.Tensor.zero_)))
     assert adding.waits == 1
+
+
+def prepare(shard: ShardState) -> None:
+    """Prepares an update of no parameters."""
+    chunk: Any = SimpleNamespace(spec=shard.spec, shard=shard)
+    AdamUpdate(cast(Any, []), [], seed=0).prepare(chunk, [], set(), 1.0)
+
+
+GRADIENT = gradient(torch.float32, 0)
+USES: list[tuple[Any, set[str]]] = [
+    (ShardState.values, {"update"}),
+    (ShardState.place_for_gradient, {"update"}),
+    (lambda shard: shard.add_gradient(GRADIENT), {"update"}),
+    (ShardState.finish_update, {"update"}),
+    (ShardState.drop_update, {"update"}),
+    (lambda shard: shard.store(0, GRADIENT), {"update", "save"}),
+    (ShardState.open_for_writing, {"update", "save"}),
+    (lambda shard: shard.sum_of_squares(1), {"additions"}),
+    (ShardState.finish_sum, {"additions"}),
+    (prepare, {"additions"}),
+    (ShardState.clear_gradient, {"additions"}),
+    (ShardState.updated, {"additions"}),
+]
+
+
+@pytest.mark.parametrize(("use", "awaited"), USES)
+def test_a_shard_is_used_behind_its_other_users(use: Any, awaited: set[str]) -> None:
+    shard = shard_of(torch.float32)
+    shard.add_gradient(GRADIENT)
+    shard.keep_squares(1.0)
+    users: dict[str, Any] = {"update": Ended(), "save": Read(), "additions": Ended()}
+    shard.begin_update(Ended((users["update"],)))
+    shard.begin_save(users["save"])
+    shard._gate.adding = users["additions"]
+    use(shard)
+    assert {name for name, user in users.items() if user.waits} == awaited

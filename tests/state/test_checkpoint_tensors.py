@@ -4,8 +4,11 @@ import errno
 import fcntl
 import os
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +101,34 @@ def test_all_is_copied_when_the_write_says_so(tmp_path: Path, monkeypatch: pytes
 
     for name, tensor in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(tensor, torch.arange(9000.0)[: int(name)])
+
+
+class Awaited(Future[bytes]):
+    """The hash of a segment, which is written when somebody waits for it."""
+
+    def __init__(self, bring: Any) -> None:
+        super().__init__()
+        self._bring = bring
+
+    def result(self, timeout: float | None = None) -> bytes:
+        if not self.done():
+            self.set_result(self._bring())
+        return super().result(timeout)
+
+
+def test_no_more_is_copied_ahead_of_the_writes_than_memory_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def submit(bring: Any, file: Any, index: int) -> Awaited:
+        copied.append(len(image._segments))
+        return Awaited(partial(bring, file, index))
+
+    monkeypatch.setattr(tensors, "SEGMENT_BYTES", PAGE)
+    monkeypatch.setattr(tensors, "ThreadPoolExecutor", lambda _: nullcontext(SimpleNamespace(submit=submit)))
+    monkeypatch.setattr(tensors, "wait", lambda futures: [future.result() for future in futures])
+    image = FileImage(items_of(torch.arange(9000.0)))
+    image.write(tmp_path / "x.safetensors")
+    assert len(copied) > 2 * tensors._SEGMENTS_AHEAD
+    assert max(copied) <= tensors._SEGMENTS_AHEAD + 1
