@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from elixir_moe.errors import CheckpointError, ConfigError
 
@@ -253,16 +253,8 @@ def _is_left_over(path: Path) -> bool:
         return False
     if is_marked(path / MARK):
         return True
-    return all(entry.name == MARK and entry.is_file(follow_symlinks=False) and not _size(entry) for entry in _in(path))
-
-
-def _in(path: Path) -> list[Any]:
-    with os.scandir(path) as found:
-        return list(found)
-
-
-def _size(entry: Any) -> int:
-    return int(entry.stat(follow_symlinks=False).st_size)
+    entries = list(path.iterdir())
+    return all(e.name == MARK and stat.S_ISREG((file := e.lstat()).st_mode) and not file.st_size for e in entries)
 
 
 def _locked(path: Path, *, create: bool, without_locks: bool = False) -> int | None:
@@ -331,8 +323,8 @@ def _remove(descriptor: int, path: Path) -> bool:
 
 def _clear(path: Path) -> None:
     """Deletes everything in a folder but its mark."""
-    for entry in _in(path):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for entry in list(path.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
         elif entry.name != MARK:
-            os.unlink(entry.path)
+            entry.unlink()
