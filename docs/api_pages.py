@@ -15,7 +15,7 @@ from typing import Any
 import elixir_moe as em
 
 PAGES = {
-    "plan": ("Plan and wrap", "wrap accumulate Plan AutoPlan Tier ShardedOptimizer sharded_init unsharded"),
+    "plan": ("Plan and wrap", "wrap accumulate Plan AutoPlan Tier ShardedOptimizer Muon sharded_init unsharded"),
     "memory": ("Less memory", "tile quantize dequantize linear_cross_entropy"),
     "patterns": (
         "Patterns and mixtures",

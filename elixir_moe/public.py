@@ -23,6 +23,7 @@ from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.inspect import Inspection, inspect
 from elixir_moe.linear_cross_entropy import linear_cross_entropy
 from elixir_moe.moe.layer import MoE
+from elixir_moe.optim.muon import Muon
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel import megatron
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
@@ -49,6 +50,7 @@ __all__ = [
     "Inspection",
     "LayoutError",
     "MoE",
+    "Muon",
     "OutOfStepError",
     "Pattern",
     "Plan",

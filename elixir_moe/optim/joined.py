@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from elixir_moe.chunks.param_spec import WHOLE_MATRIX
 from elixir_moe.errors import ConfigError
+from elixir_moe.optim.muon import Muon
 
 
 class Joined(torch.optim.Optimizer):
@@ -66,9 +66,8 @@ def names_of_members(optimizer: torch.optim.Optimizer) -> str:
 
 
 def whole_matrix(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name in `WHOLE_MATRIX` of an optimizer that updates whole matrices as its chunks do; None for all others."""
-    kind = type(optimizer)
-    return kind.__name__ if kind is torch.optim.Muon and kind.__name__ in WHOLE_MATRIX else None
+    """The name in `param_spec.WHOLE_MATRIX` of an optimizer that updates whole matrices; None for all others."""
+    return "Muon" if type(optimizer) in (torch.optim.Muon, Muon) else None
 
 
 def elementwise_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -1,103 +1,80 @@
-"""Muon's update of one chunk: momentum in the shards, whole matrices at their owners.
+"""`Muon`: torch's Muon, for stacks of matrices and for fused matrices too.
 
-Owns the arithmetic of `torch.optim.Muon` on shards, in three passes:
-
-    momentum        in the shard, in its tier: the gradient becomes the update that is to be orthogonalized
-    orthogonalize   the chunk's updates are gathered; each rank replaces those of its matrices and zeroes the others
-    apply           the sum over the ranks is in the shard: weights decay and change
-
-The first and the last pass treat each element by itself. Between them, the update is in the gradient's memory. Never
-decides when to update, or how updates travel (`runtime.whole_updates`).
-Source: K. Jordan, "Muon"; the owners are those of J. Liu et al., "Muon is Scalable for LLM Training", 3.
+Owns the optimizer that a user builds, which trains a plain model as it trains a wrapped one (`muon_update`). Never
+touches a shard.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, copy_master, run_at_once
-from elixir_moe.optim.whole_matrix import matrices_of, owners
-from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
+from elixir_moe.errors import ConfigError
+from elixir_moe.optim.whole_matrix import Rows, matrices
 from elixir_moe.torch_private import adjusted_rate, orthogonalized
 
 
-class MuonUpdate(FlatMoments):
-    """Muon: one flat moment for each master shard, and an update of whole matrices."""
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` for parameters of two or more dims, whose last two are those of matrices.
 
-    def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]], whole: WholeUpdates) -> None:
-        super().__init__(chunks, ("momentum_buffer",))
-        self._groups, self._whole = groups, whole
-        self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
-        shapes = {chunk.spec.index: [tuple(local.shape) for local in chunk.locals] for chunk in chunks}
-        matrices = [matrices_of(chunk.spec, shapes[chunk.spec.index]) for chunk in chunks]
-        owned = owners([(chunk.spec, theirs) for chunk, theirs in zip(chunks, matrices, strict=True)])
-        self._matrices = {
-            chunk.spec.index: list(zip(theirs, ranks, strict=True))
-            for chunk, theirs, ranks in zip(chunks, matrices, owned, strict=True)
-        }
-        """{index of a chunk: its matrices, with the rank that updates each}."""
+    A stack of experts, (E, rows, columns), is E matrices, and each is orthogonalized by itself. So are the parts of a
+    fused matrix if its group names them; by default there is one. All else is as in torch.
+    """
 
-    def prepare(
-        self,
-        chunk: Chunk,
-        pieces: list[TrainedPiece],
-        used: set[nn.Parameter],
-        scale: float | torch.Tensor,
-        skip: torch.Tensor | None = None,
-    ) -> "Callable[[], Sequence[Future[None]]]":
-        """Returns the update like `AdamUpdate.prepare`, to be run at once on the caller's thread; never skips.
+    def __init__(self, params: Any, *, split_rows: Rows = 1, split_columns: int = 1, **options: Any) -> None:
+        """Builds the optimizer, for a plain model or for `wrap`.
 
-        Collective: ranks with the chunk run it in one order.
+        Args:
+            params: parameters or groups of them, as for `torch.optim.Muon`. A group may have `split_rows` and
+                `split_columns` of its own.
+            split_rows: the parts of which each matrix consists, one below the other: their number if they are equal, or
+                the rows of each. ``split_rows=2`` for gate and up, ``(4096, 1024, 1024)`` for query, key and value.
+            split_columns: the number of equal parts next to each other.
+            options: those of `torch.optim.Muon`: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`,
+                `eps`, `ns_steps`, `adjust_lr_fn`.
+
+        Raises:
+            ConfigError: a parameter has less than two dims or is not contiguous, or its parts do not make it up.
         """
-        assert skip is None, "only Adam's update can be skipped on the device"
-        return partial(run_at_once, partial(self._run, chunk, [p for p in pieces if p.parameter in used], used, scale))
+        checked = torch.optim.Muon([nn.Parameter(torch.empty(1, 1, device="cpu"))], **options)
+        defaults = checked.defaults | {"split_rows": split_rows, "split_columns": split_columns}
+        torch.optim.Optimizer.__init__(self, params, defaults)  # torch's Muon refuses other than two dims
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                list(matrices(parameter.shape, group))
+                if not parameter.is_contiguous():
+                    raise ConfigError(f"Muon needs contiguous parameters, and one of {tuple(parameter.shape)} is not")
 
-    def _run(
-        self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
-    ) -> None:
-        chunk.shard.finish_sum()
-        own = update_memory(chunk)
-        self._add_momentum(chunk, pieces, scale, own)
-        self._whole.change(chunk, own, partial(self._orthogonalize, chunk, used))
-        self._apply(chunk, pieces, own)
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters, as `torch.optim.Muon` does for each matrix."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                _update(parameter, self.state[parameter], group)
+        return loss
 
-    def _add_momentum(
-        self, chunk: Chunk, pieces: list[TrainedPiece], scale: float | torch.Tensor, own: torch.Tensor
-    ) -> None:
-        """Writes to `own`, which is the gradient's memory, the updates that are to be orthogonalized."""
-        (momentum,) = self.in_memory(chunk)
-        for one in pieces:
-            options, kept = self._groups[one.group], momentum[one.piece.here]
-            gradient = chunk.shard.gradient(one.piece.start, one.piece.stop).float() * scale
-            kept.lerp_(gradient, 1 - options["momentum"])
-            own[one.piece.here] = gradient.lerp(kept, options["momentum"]) if options["nesterov"] else kept
 
-    def _orthogonalize(self, chunk: Chunk, used: set[nn.Parameter], update: torch.Tensor) -> None:
-        """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
-        for matrix, owner in self._matrices[chunk.spec.index]:
-            part, parameter = update[matrix.start : matrix.stop], chunk.parameters[matrix.slot]
-            if owner != chunk.communicator.rank or parameter not in used:
-                part.zero_()
-                continue
-            options = self._groups[self._group_of[parameter]]
-            part = part.view(matrix.shape)
-            part.copy_(orthogonalized(part, options["ns_coefficients"], options["ns_steps"], options["eps"]))
+def _update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    gradient, rate = parameter.grad, float(group["lr"])
+    assert gradient is not None
+    kept = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+    kept.lerp_(gradient, 1 - group["momentum"])
+    update = (gradient.lerp(kept, group["momentum"]) if group["nesterov"] else kept).contiguous()
+    parameter.mul_(1 - rate * group["weight_decay"])
+    for matrix in matrices(parameter.shape, group):
+        part, weight = (
+            flat.as_strided(matrix.shape, (matrix.stride, 1), flat.storage_offset() + matrix.start)
+            for flat in (update, parameter)
+        )
+        scaled = adjusted_rate(rate, group["adjust_lr_fn"], matrix.shape)
+        weight.add_(whole_update(part.float(), group), alpha=-scaled)
 
-    def _apply(self, chunk: Chunk, pieces: list[TrainedPiece], own: torch.Tensor) -> None:
-        """Changes the weights by the orthogonalized updates in `own`."""
-        assert chunk.shard.master is not None
-        for one in pieces:
-            options, weight = self._groups[one.group], chunk.shard.master[one.piece.here]
-            rate = float(options["lr"])
-            weight.mul_(1 - rate * options["weight_decay"])
-            shape = tuple(one.parameter.shape)
-            weight.add_(own[one.piece.here], alpha=-adjusted_rate(rate, options["adjust_lr_fn"], shape))
-        copy_master(chunk.shard)
 
-    def finish(self) -> None:
-        """Does nothing: no option of Muon changes in a step."""
+def whole_update(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the orthogonalized `update` of a matrix; a bf16 `update` may be overwritten."""
+    return orthogonalized(update.contiguous(), options["ns_coefficients"], options["ns_steps"], options["eps"])

@@ -10,7 +10,7 @@ import torch
 
 from elixir_moe.optim.accepted import is_adam
 from elixir_moe.optim.joined import elementwise_of
-from elixir_moe.optim.muon import MuonUpdate
+from elixir_moe.optim.muon_update import MuonUpdate
 from elixir_moe.optim.shard_update import AdamUpdate, ElementwiseUpdate, TrainedPiece
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.whole_updates import WholeUpdates

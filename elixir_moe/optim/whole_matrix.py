@@ -1,30 +1,35 @@
-"""The matrices in chunks, and the rank that computes the update of each.
+"""The matrices in parameters and chunks, and the rank that computes the update of each.
 
-Owns the places of matrices in their chunks and the choice of owners. Pure: never touches a tensor.
+Owns the places of matrices, those of the parts of a fused matrix, and the choice of owners. Pure: never touches a
+tensor.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.errors import ConfigError
+
+Rows = int | Sequence[int]
+"""Parts of a fused matrix, one below the other: their number, or the rows of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A matrix in a gathered chunk."""
+    """A matrix in a flat parameter or chunk."""
 
-    slot: int
-    """The number of its parameter in the chunk."""
     start: int
-    """First element, counted in the chunk."""
+    """First element."""
     shape: tuple[int, int]
     """Rows and columns."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.shape[0] * self.shape[1]
+    stride: int
+    """Elements from one row to the next."""
+    slot: int = 0
+    """The number of its parameter in the chunk."""
 
     @property
     def cost(self) -> int:
@@ -33,11 +38,59 @@ class Matrix:
         return rows * columns * min(rows, columns)
 
 
-def matrices_of(spec: ChunkSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[Matrix, ...]:
-    """The matrices of a chunk whose parameters have these shapes, in the order of their elements."""
+def matrices(shape: Sequence[int], options: Mapping[str, Any]) -> Iterator[Matrix]:
+    """Yields the matrices of a parameter: of two dims one, of more dims one for each index of the first ones.
+
+    Args:
+        shape: of the parameter.
+        options: of its group; `split_rows` and `split_columns` cut each matrix into parts, as `Muon` says.
+
+    Raises:
+        ConfigError: the parameter has less than two dims, or the parts do not make up the matrix.
+    """
+    if len(shape) < 2:
+        raise ConfigError(f"Muon updates matrices, and a parameter has the shape {tuple(shape)}: give it to AdamW")
+    *stacked, rows, columns = shape
+    row_ends = _ends(rows, options.get("split_rows", 1), "split_rows", shape)
+    if not isinstance(across := options.get("split_columns", 1), int):
+        raise ConfigError(f"split_columns={across!r}: expected the number of equal parts")
+    column_ends = _ends(columns, across, "split_columns", shape)
+    for number in range(math.prod(stacked)):
+        for top, bottom in row_ends:
+            for left, right in column_ends:
+                start = (number * rows + top) * columns + left
+                yield Matrix(start=start, shape=(bottom - top, right - left), stride=columns)
+
+
+def _ends(whole: int, parts: Rows, option: str, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """First and one past the last row or column of each part."""
+    sizes = [whole // parts] * parts if isinstance(parts, int) and parts > 0 else parts
+    if isinstance(sizes, int) or sum(sizes) != whole or min(sizes) < 0:
+        raise ConfigError(f"{option}={parts!r} does not make up the {whole} of a parameter of shape {tuple(shape)}")
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def bands(found: Sequence[Matrix], columns: int) -> list[tuple[int, int, tuple[int, int]]]:
+    """(start, stop, shape of the matrices) of consecutive rows of a parameter whose matrices are of one shape.
+
+    `columns` are those of the parameter.
+    """
+    merged: list[tuple[int, int, tuple[int, int]]] = []
+    for matrix in (one for one in found if one.start % columns == 0):
+        stop = matrix.start + matrix.shape[0] * columns
+        if merged and merged[-1][2] == matrix.shape:
+            merged[-1] = (merged[-1][0], stop, matrix.shape)
+        else:
+            merged.append((matrix.start, stop, matrix.shape))
+    return merged
+
+
+def in_chunk(spec: ChunkSpec, of_parameters: Sequence[Sequence[Matrix]]) -> tuple[Matrix, ...]:
+    """The matrices of a chunk, given those of its parameters."""
     return tuple(
-        Matrix(slot=index, start=slot.start, shape=(shape[0], shape[1]))
-        for index, (slot, shape) in enumerate(zip(spec.slots, shapes, strict=True))
+        replace(matrix, start=slot.start + matrix.start, slot=index)
+        for index, (slot, found) in enumerate(zip(spec.slots, of_parameters, strict=True))
+        for matrix in found
     )
 
 
@@ -45,18 +98,20 @@ def owners(chunks: Sequence[tuple[ChunkSpec, Sequence[Matrix]]]) -> list[tuple[i
     """The global rank that updates each matrix of each chunk: the same answer on all ranks.
 
     In each chunk, the costliest matrix goes first, to the rank with the least work in this chunk, and of such ranks to
-    the one with the least work in the chunks before. So a chunk takes as short as it can, and chunks of few matrices
-    take turns.
+    the one with the least work in earlier chunks of as many ranks. So a chunk takes as short as it can, and chunks of
+    few matrices take turns. Ranks count by their place in the chunk's process group: process groups that hold slices of
+    the same matrices make the same choice.
     """
-    total: defaultdict[int, int] = defaultdict(int)
+    total: defaultdict[tuple[int, int], int] = defaultdict(int)
     found = []
-    for spec, matrices in chunks:
-        here = dict.fromkeys(spec.key.ranks, 0)
-        chosen = [0] * len(matrices)
-        for number in sorted(range(len(matrices)), key=lambda number: -matrices[number].cost):
-            rank = min(here, key=lambda rank: (here[rank], total[rank]))
-            chosen[number] = rank
-            here[rank] += matrices[number].cost
-            total[rank] += matrices[number].cost
+    for spec, theirs in chunks:
+        ranks = spec.key.ranks
+        here = [0] * len(ranks)
+        chosen = [0] * len(theirs)
+        for number in sorted(range(len(theirs)), key=lambda number: -theirs[number].cost):
+            place = min(range(len(ranks)), key=lambda place: (here[place], total[len(ranks), place]))
+            chosen[number] = ranks[place]
+            here[place] += theirs[number].cost
+            total[len(ranks), place] += theirs[number].cost
         found.append(tuple(chosen))
     return found

@@ -186,18 +186,17 @@ def _narrowed(p: nn.Parameter, spec: ParamSpec, precision: Precision) -> ChunkGr
 
 
 def _check_uncut(p: nn.Parameter, spec: ParamSpec, pattern: Pattern, optimizer: str) -> None:
-    """Raises ConfigError unless this rank's slice of a parameter is a whole matrix."""
-    cut, axes = None, [axis for axis, _ in pattern.shard if pattern.mesh.size(axis) > 1]
-    if tile_of(p) is not None:
+    """Raises ConfigError unless this rank's slice of a parameter is a whole matrix, or a stack of them."""
+    stacked = len(spec.shape) - 2
+    cut, axes = None, [axis for axis, dim in pattern.shard if pattern.mesh.size(axis) > 1 and dim >= stacked]
+    if tile_of(p) is not None and stacked < 1:
         cut = "a tile of a matrix"
-    elif axes:
-        cut = f"cut over the axes {axes}"
-    elif len(spec.shape) != 2:
-        cut = f"of {len(spec.shape)} dims"
+    elif axes or (pattern.view is not None and pattern.shard):
+        cut = f"a matrix that is cut over the axes {axes or [axis for axis, _ in pattern.shard]}"
     if cut is not None:
         raise ConfigError(
-            f"parameter {spec.name!r} is {cut}, and {optimizer} updates whole matrices of two dims: train it with an "
-            f"elementwise optimizer instead, as in em.wrap(model, (muon, adamw), plan=...)"
+            f"parameter {spec.name!r} is {cut}, and {optimizer} updates whole matrices: train it with an elementwise "
+            f"optimizer instead, as in em.wrap(model, (muon, adamw), plan=...)"
         )
 
 

@@ -7,8 +7,10 @@ Newton-Schulz in bf16 would multiply a difference of the last bit: so torch clip
 which is compared by itself.
 """
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,15 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.ledger import footprint
-from elixir_moe.chunks.packing import build_layout
+from elixir_moe.chunks.packing import ChunkSpec, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
 from elixir_moe.errors import ConfigError
-from elixir_moe.optim.whole_matrix import matrices_of, owners
+from elixir_moe.optim.whole_matrix import Matrix, bands, in_chunk, matrices, owners
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.support.cases import with_further
 from tests.support.every import same_tensors
-from tests.support.parity import mesh_of_world
+from tests.support.parity import mesh_of_world, tokens
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -286,15 +290,49 @@ def spec_of(name: str, shape: tuple[int, ...], optimizer: str, group: tuple[int,
     return ParamSpec(name=name, shape=shape, key=key)
 
 
+def of_chunk(chunk: ChunkSpec, shapes: list[tuple[int, ...]]) -> tuple[Matrix, ...]:
+    return in_chunk(chunk, [list(matrices(shapes[slot.param], {})) for slot in chunk.slots])
+
+
 def test_owners_share_the_work_of_a_chunk_and_of_all() -> None:
     everyone = (0, 1, 2, 3)
     shapes = [(64, 64), (64, 64), (128, 64), (64, 128), (64, 64), (64, 64), (8, 8)]
-    chunk = build_layout([spec_of(f"w{i}", shape, "Muon", everyone) for i, shape in enumerate(shapes)], 1 << 16).chunks
-    assert len(chunk) == 1
-    found = owners([(chunk[0], matrices_of(chunk[0], shapes))])[0]
+    specs = [spec_of(f"w{i}", shape, "Muon", everyone) for i, shape in enumerate(shapes)]
+    (chunk,) = build_layout(specs, 1 << 16).chunks
+    (found,) = owners([(chunk, of_chunk(chunk, shapes))])
     assert found == (2, 3, 0, 1, 2, 3, 0), "the two costliest have a rank each, the four others share two"
+    square = [(64, 64)] * 8
     single = build_layout([spec_of(f"w{i}", (64, 64), "Muon", everyone) for i in range(8)], 64 * 64).chunks
-    assert [owner for (owner,) in owners([(one, matrices_of(one, [(64, 64)])) for one in single])] == [0, 1, 2, 3] * 2
+    assert [owner for (owner,) in owners([(one, of_chunk(one, square)) for one in single])] == [0, 1, 2, 3] * 2
+
+
+def test_process_groups_with_slices_of_the_same_matrices_choose_alike() -> None:
+    """A group of all ranks in between, which only one of the others' members sees busy, changes nothing."""
+    shapes = [(8, 8)] * 5
+    found = []
+    for ranks in ((0, 2), (1, 3)):
+        specs = [spec_of(f"w{i}", (8, 8), "Muon", ranks if i != 1 else (0, 1, 2, 3)) for i in range(5)]
+        chunks = build_layout(specs, 64).chunks
+        chosen = owners([(chunk, of_chunk(chunk, shapes)) for chunk in chunks])
+        found.append([chunk.key.ranks.index(one) for chunk, (one,) in zip(chunks, chosen, strict=True)])
+    assert found[0] == found[1] == [0, 0, 1, 0, 1]
+
+
+def test_a_stack_and_a_fused_matrix_have_their_parts() -> None:
+    stack = list(matrices((3, 4, 6), {}))
+    assert [(one.start, one.shape, one.stride) for one in stack] == [(0, (4, 6), 6), (24, (4, 6), 6), (48, (4, 6), 6)]
+    fused = list(matrices((2, 6, 4), {"split_rows": (3, 2, 1), "split_columns": 2}))
+    assert [(one.start, one.shape) for one in fused[:4]] == [(0, (3, 2)), (2, (3, 2)), (12, (2, 2)), (14, (2, 2))]
+    assert sum(one.shape[0] * one.shape[1] for one in fused) == 48
+    assert bands(fused, 4) == [
+        (0, 12, (3, 2)),
+        (12, 20, (2, 2)),
+        (20, 24, (1, 2)),
+        (24, 36, (3, 2)),
+        (36, 44, (2, 2)),
+        (44, 48, (1, 2)),
+    ]
+    assert bands(stack, 6) == [(0, 72, (4, 6))]
 
 
 def test_a_chunk_has_matrices_alone() -> None:
@@ -336,3 +374,183 @@ def test_what_muon_cannot_do_is_refused_with_what_to_do_instead(case: str) -> No
     model = build()
     with pytest.raises(ConfigError, match=message):
         em.wrap(model, make(model), plan=plan)
+
+
+class Fused(nn.Module):
+    """A stack of experts of which every token takes part of each, fused attention, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(4, 2 * 16, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 16) / 4)
+        self.across = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        q, k, v = self.qkv(h).split((WIDTH, 8, 8), -1)
+        h = h + q.tanh() * torch.cat((k, v), -1)
+        gate, up = torch.einsum("...d,efd->...ef", h, self.gate_up).chunk(2, -1)
+        h = h + torch.einsum("...ef,edf->...d", gate.sigmoid() * up, self.down)
+        left, right = (h @ self.across).chunk(2, -1)
+        return (left + right.tanh()) @ self.words.weight.T
+
+
+def fused_optimizers(model: Any) -> tuple[em.Muon, torch.optim.Optimizer]:
+    groups = [
+        {"params": [model.qkv.weight], "split_rows": (WIDTH, 8, 8)},
+        {"params": [model.gate_up], "split_rows": 2},
+        {"params": [model.across], "split_columns": 2, "nesterov": False},
+        {"params": [model.down], "adjust_lr_fn": "match_rms_adamw"},
+    ]
+    return em.Muon(groups, lr=0.02), torch.optim.SGD([model.words.weight], lr=0.1)
+
+
+def by_torch(model: nn.Module, steps: int) -> list[dict[str, Tensor]]:
+    """The weights of a `Fused` of which torch's own Muon trains each matrix as a parameter of its own."""
+    parts: dict[str, list[Tensor]] = {
+        "qkv.weight": list(model.qkv.weight.detach().split((WIDTH, 8, 8))),  # type: ignore[union-attr, operator]
+        "gate_up": [part for expert in model.gate_up.detach() for part in expert.chunk(2)],  # type: ignore[union-attr]
+        "across": list(model.across.detach().chunk(2, 1)),  # type: ignore[union-attr, operator]
+        "down": list(model.down.detach()),  # type: ignore[union-attr, call-overload]
+    }
+    single = {name: [nn.Parameter(part.clone()) for part in those] for name, those in parts.items()}
+    muon = torch.optim.Muon(
+        [
+            {"params": [*single["qkv.weight"], *single["gate_up"]]},
+            {"params": single["across"], "nesterov": False},
+            {"params": single["down"], "adjust_lr_fn": "match_rms_adamw"},
+        ],
+        lr=0.02,
+    )
+    rest = torch.optim.SGD([model.words.weight], lr=0.1)  # type: ignore[union-attr, list-item]
+    found = []
+    for step in range(steps):
+        loss_of(model, rows(step, 0)).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        cut = {
+            "qkv.weight": gradients["qkv.weight"].split((WIDTH, 8, 8)),
+            "gate_up": [part for expert in gradients["gate_up"] for part in expert.chunk(2)],
+            "across": gradients["across"].chunk(2, 1),
+            "down": gradients["down"],
+        }
+        for name, those in cut.items():
+            for part, gradient in zip(single[name], those, strict=True):
+                part.grad = gradient.contiguous()
+        muon.step()
+        rest.step()
+        model.zero_grad()
+        with torch.no_grad():
+            for name, those in single.items():
+                for view, part in zip(parts[name], those, strict=True):
+                    view.copy_(part)
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    return found
+
+
+def fused(plan: str) -> list[dict[str, Tensor]]:
+    """(rank) The weights of a `Fused` behind each step; in plain PyTorch without a plan."""
+    mesh_of_world()
+    torch.manual_seed(2)
+    model = Fused()
+    blocks = "all" if PLANS[plan].scatter else PLANS[plan].rcache_blocks
+    model, optimizer = em.wrap(model, fused_optimizers(model), plan=replace(PLANS[plan], rcache_blocks=blocks))
+    found, _ = trained(model, optimizer, range(STEPS))
+    optimizer.close()
+    return found
+
+
+def test_a_plain_model_is_trained_as_if_each_matrix_were_a_parameter_of_torchs_muon() -> None:
+    torch.manual_seed(2)
+    wanted = by_torch(Fused(), STEPS)
+    torch.manual_seed(2)
+    model = Fused()
+    both = fused_optimizers(model)
+    for step, theirs in enumerate(wanted):
+        loss_of(model, rows(step, 0)).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_tensors(model.state_dict(), theirs), step
+
+
+@pytest.mark.parametrize(("world", "plan"), [(1, "offload"), (2, "zero3"), (2, "ddp"), (4, "zero2")])
+def test_each_expert_and_each_part_of_a_fused_matrix_is_orthogonalized_by_itself(
+    world: int, plan: str, ranks: Ranks
+) -> None:
+    torch.manual_seed(2)
+    wanted = by_torch(Fused(), STEPS)
+    for found in ranks(world).run(fused, plan):
+        for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert same_tensors(mine, theirs), step
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((4,), {}, "updates matrices, and a parameter has the shape"),
+        ((4, 6), {"split_rows": 3}, "split_rows=3 does not make up the 4"),
+        ((4, 6), {"split_rows": (1, 2)}, "does not make up the 4"),
+        ((4, 6), {"split_columns": (2, 4)}, "expected the number of equal parts"),
+    ],
+)
+def test_parts_that_do_not_make_up_a_matrix_are_refused(
+    shape: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        em.Muon([nn.Parameter(torch.zeros(shape))], **options)
+
+
+MIXTURE = GPTConfig(
+    vocab_size=64, seq_len=8, n_layers=2, d_model=16, n_heads=2, experts=(0, 4), ep=(1, 2), aux_coefficient=0.0
+)
+
+
+def of_matrices(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Muon for the matrices of blocks, experts' among them, and AdamW for the rest, biases of experts among them."""
+    named = {
+        name: p
+        for name, p in model.named_parameters()
+        if name.startswith("blocks") and p.ndim >= 2 and "router" not in name and not re.search(r"\.b_\w+$", name)
+    }
+    assert any(p.ndim == 3 for p in named.values())
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in named.values())]
+    return em.Muon(named.values(), lr=0.02), torch.optim.AdamW(rest, lr=1e-2, eps=1e-4)
+
+
+def mixture(plan: em.Plan | None, tp: int = 1) -> tuple[dict[str, Tensor], list[str]]:
+    """(rank) The weights of a mixture after some steps, and its chunk groups; in plain PyTorch without a plan."""
+    mesh = None if plan is None else mesh_of_world(tp)
+    torch.manual_seed(5)
+    model = GPT(MIXTURE, mesh)
+    weight, groups = 1, list[str]()
+    both: Any = of_matrices(model)
+    if plan is not None:
+        assert mesh is not None
+        em.annotate(model, gpt_patterns(model))
+        model, optimizer = em.wrap(model, both, plan=plan)
+        weight = mesh.size(0) * (mesh.get_local_rank("dp") == 0)
+        groups = [chunk.key.label for chunk in em.inspect(model).layout.chunks]
+        both = (optimizer,)
+    for step in range(STEPS):
+        batch = tokens(step, 0, MIXTURE.seq_len, MIXTURE.vocab_size)
+        (weight * lm_loss(model, batch)).backward()
+        for one in both:
+            one.step()
+            one.zero_grad()
+    if plan is None:
+        return model.state_dict(), groups
+    found = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    return found, groups
+
+
+@pytest.mark.parametrize(("world", "plan"), [(2, "zero3"), (4, "offload")])
+def test_expert_parallel_stacks_are_updated_where_they_are(world: int, plan: str, ranks: Ranks) -> None:
+    """Experts of ep=2: on two ranks each is one rank's, on four two ranks share a chunk of them."""
+    wanted, _ = mixture(None)
+    for found, groups in ranks(world).run(mixture, replace(PLANS[plan], chunk_numel=4096)):
+        assert any(re.match(r"ranks \d /.* Muon$", group) for group in groups) is (world == 2)
+        for name, weight in wanted.items():
+            assert (found[name] - weight).norm() <= 1e-5 * weight.norm(), name

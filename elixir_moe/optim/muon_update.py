@@ -1,0 +1,112 @@
+"""Muon's update of one chunk: momentum in the shards, whole matrices at their owners.
+
+Owns the arithmetic of `Muon` on shards, in three passes:
+
+    momentum        in the shard, in its tier: the gradient becomes the update that is to be orthogonalized
+    orthogonalize   the chunk's updates are gathered; each rank replaces those of its matrices and zeroes the others
+    apply           the sum over the ranks is in the shard: weights decay and change
+
+The first and the last pass treat each element by itself. Between them, the update is in the gradient's memory. Never
+decides when to update, or how updates travel (`runtime.whole_updates`).
+Source: K. Jordan, "Muon"; the owners are those of J. Liu et al., "Muon is Scalable for LLM Training", 3.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_moe.optim.muon import whole_update
+from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, copy_master, run_at_once
+from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners
+from elixir_moe.parallel.dtensor import local_of
+from elixir_moe.runtime.chunk import Chunk
+from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
+from elixir_moe.torch_private import adjusted_rate
+
+
+class MuonUpdate(FlatMoments):
+    """Muon: one flat moment for each master shard, and an update of whole matrices."""
+
+    def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]], whole: WholeUpdates) -> None:
+        super().__init__(chunks, ("momentum_buffer",))
+        self._groups, self._whole = groups, whole
+        self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+        self._matrices = {
+            p: list(matrices(local_of(p).shape, groups[self._group_of[p]]))
+            for chunk in chunks
+            for p in chunk.parameters
+        }
+        """Those of each parameter."""
+        found = [(chunk.spec, in_chunk(chunk.spec, [self._matrices[p] for p in chunk.parameters])) for chunk in chunks]
+        self._owned = {
+            spec.index: list(zip(theirs, ranks, strict=True))
+            for (spec, theirs), ranks in zip(found, owners(found), strict=True)
+        }
+        """{index of a chunk: its matrices, with the rank that updates each}."""
+
+    def prepare(
+        self,
+        chunk: Chunk,
+        pieces: list[TrainedPiece],
+        used: set[nn.Parameter],
+        scale: float | torch.Tensor,
+        skip: torch.Tensor | None = None,
+    ) -> "Callable[[], Sequence[Future[None]]]":
+        """Returns the update like `AdamUpdate.prepare`, to be run at once on the caller's thread; never skips.
+
+        Collective: ranks with the chunk run it in one order.
+        """
+        assert skip is None, "only Adam's update can be skipped on the device"
+        return partial(run_at_once, partial(self._run, chunk, [p for p in pieces if p.parameter in used], used, scale))
+
+    def _run(
+        self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
+    ) -> None:
+        chunk.shard.finish_sum()
+        own = update_memory(chunk)
+        self._add_momentum(chunk, pieces, scale, own)
+        self._whole.change(chunk, own, partial(self._orthogonalize, chunk, used))
+        self._apply(chunk, pieces, own)
+
+    def _add_momentum(
+        self, chunk: Chunk, pieces: list[TrainedPiece], scale: float | torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """Writes to `own`, which is the gradient's memory, the updates that are to be orthogonalized."""
+        (momentum,) = self.in_memory(chunk)
+        for one in pieces:
+            options, kept = self._groups[one.group], momentum[one.piece.here]
+            gradient = chunk.shard.gradient(one.piece.start, one.piece.stop).float() * scale
+            kept.lerp_(gradient, 1 - options["momentum"])
+            own[one.piece.here] = gradient.lerp(kept, options["momentum"]) if options["nesterov"] else kept
+
+    def _orthogonalize(self, chunk: Chunk, used: set[nn.Parameter], update: torch.Tensor) -> None:
+        """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
+        for matrix, owner in self._owned[chunk.spec.index]:
+            parameter = chunk.parameters[matrix.slot]
+            part = update.as_strided(matrix.shape, (matrix.stride, 1), update.storage_offset() + matrix.start)
+            if owner != chunk.communicator.rank or parameter not in used:
+                part.zero_()
+            else:
+                part.copy_(whole_update(part, self._groups[self._group_of[parameter]]))
+
+    def _apply(self, chunk: Chunk, pieces: list[TrainedPiece], own: torch.Tensor) -> None:
+        """Changes the weights by the orthogonalized updates in `own`."""
+        assert chunk.shard.master is not None
+        for one in pieces:
+            options, piece = self._groups[one.group], one.piece
+            rate = float(options["lr"])
+            chunk.shard.master[piece.here].mul_(1 - rate * options["weight_decay"])
+            for start, stop, shape in bands(self._matrices[one.parameter], one.parameter.shape[-1]):
+                first, last = max(start, piece.offset), min(stop, piece.offset + piece.numel)
+                if first < last:
+                    here = slice(piece.start + first - piece.offset, piece.start + last - piece.offset)
+                    scaled = adjusted_rate(rate, options["adjust_lr_fn"], shape)
+                    chunk.shard.master[here].add_(own[here], alpha=-scaled)
+        copy_master(chunk.shard)
+
+    def finish(self) -> None:
+        """Does nothing: no option of Muon changes in a step."""
