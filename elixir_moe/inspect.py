@@ -213,6 +213,7 @@ def planned_bytes(footprint: Footprint, backwards: int) -> dict[str, dict[str, i
         "rcache": footprint.rcache_bytes,
         "resident": footprint.resident_bytes,
         "reductions": footprint.staging_bytes + footprint.gradient_bytes,
+        **({"updates": footprint.workspace_bytes} if footprint.workspace_bytes else {}),
         **by_tier[Tier.DEVICE],
     }
     by_tier[Tier.HOST]["buffers"] = footprint.spill_buffer_bytes

@@ -38,6 +38,9 @@ VALUES_REQUEST_BYTES = 1 << 23
 """Bytes of a frozen chunk's values read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of a shard on disk updated in one read and write."""
+_WORKSPACE_BYTES = 4 * 2
+"""Bytes for each element of a matrix in an iteration of Newton-Schulz in bf16: the matrix before and after it, and two
+square matrices of its shorter side."""
 GRADIENT = StateArray("gradient")
 """The sum of gradients on disk."""
 
@@ -60,6 +63,8 @@ class Footprint:
     device, and, with a GPU, gradients on their way to disk."""
     gradient_bytes: int
     """Device memory for gradients of chunks without blocks, from the first gradient of a chunk to its reduction."""
+    workspace_bytes: int
+    """Device memory for the update of a matrix at its owner."""
     accumulator_bytes: dict[str, int]
     """{tier: bytes of fp32 sums of gradients}, used only if a step has several backwards. With a GPU, the host tier
     includes buffers for gradients on their way to the sums, unless gradients go to disk."""
@@ -68,6 +73,7 @@ class Footprint:
     def device_bytes(self) -> int:
         """Peak device memory with one backward per step."""
         moving = self.rcache_bytes + self.resident_bytes + self.staging_bytes + self.gradient_bytes
+        moving += self.workspace_bytes
         return moving + self.shard_bytes[Tier.DEVICE]
 
     @property
@@ -106,6 +112,8 @@ class Kind(StrEnum):
     """`SUMS_IN_FLIGHT` buffers for gradients on their way to sums."""
     UPDATED = "updated"
     """`DISK_THREADS` buffers for records of arrays on disk (`record_bytes`)."""
+    WORKSPACE = "workspace"
+    """Memory for the update of a matrix: one has it at once."""
     READ = "read"
     """Buffers for values on their way from disk (`values_buffer_bytes`)."""
 
@@ -147,6 +155,8 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
             yield Kind.GRADIENTS, Tier.DEVICE, chunk.nbytes
     if residence is IN_PLACE:
         yield Kind.TURN, Tier.DEVICE, chunk.nbytes
+    if chunk.matrix_numel:
+        yield Kind.WORKSPACE, Tier.DEVICE, _WORKSPACE_BYTES * chunk.matrix_numel
 
 
 class Ledger:
@@ -263,6 +273,7 @@ class Ledger:
             staging_bytes=self._staging_bytes,
             shard_bytes=dict(totals[Kind.SHARD]),
             spill_buffer_bytes=buffers,
+            workspace_bytes=self._largest(Kind.WORKSPACE),
             gradient_bytes=totals[Kind.GRADIENTS][Tier.DEVICE] + sum(turns[-GRADIENTS_ON_THEIR_WAY:]),
             accumulator_bytes=sums,
         )

@@ -109,6 +109,8 @@ class ChunkSpec:
     """Number of shards: the ranks of its group, or 1 if the plan does not scatter."""
     residence: Residence
     """Where its gathered weights and its gradients are."""
+    matrix_numel: int = 0
+    """Elements of its largest matrix, if an optimizer updates whole matrices."""
     width: int = 0
     """Bytes of a block that the chunk needs for each of its C elements; 0 means the itemsize of its dtype."""
 
@@ -116,6 +118,11 @@ class ChunkSpec:
     def block_itemsize(self) -> int:
         """Bytes per element of a block that holds this chunk."""
         return self.width or self.key.dtype.itemsize
+
+    @property
+    def update_itemsize(self) -> int:
+        """Bytes of an element of the update of whole matrices: bf16, unless the fp32 gradient's memory is sent."""
+        return self.key.dtype.itemsize if self.residence.in_shard else 2
 
     @property
     def shard_numel(self) -> int:
@@ -261,7 +268,18 @@ def build_layout(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
             numel = _round_up(max(used, 1), shards * alignment(key))  # at least 1, even if all parameters are empty
-            chunks.append(ChunkSpec(index=-1, key=key, slots=slots, numel=numel, shards=shards, residence=residence))
+            matrices = [math.prod(params[slot.param].shape[-2:]) for slot in slots] if key.optimizer else [0]
+            chunks.append(
+                ChunkSpec(
+                    index=-1,
+                    key=key,
+                    slots=slots,
+                    numel=numel,
+                    shards=shards,
+                    residence=residence,
+                    matrix_numel=max(matrices),
+                )
+            )
     chunks.sort(key=lambda chunk: chunk.slots[0].param)
     chunks = [replace(chunk, index=index) for index, chunk in enumerate(chunks)]
     cached = [chunk for chunk in chunks if chunk.residence is CACHED]

@@ -148,6 +148,17 @@ class ParamSpec:
         """Elements of this rank's slice."""
         return math.prod(self.shape)
 
+    @property
+    def newton_schulz_flops(self) -> int:
+        """Floating-point operations that orthogonalize its matrices, if its optimizer does that in five iterations.
+
+        An iteration multiplies a matrix by its transpose, the product by itself, and the sum of both by the matrix.
+        """
+        if not self.key.optimizer:
+            return 0
+        short, long = sorted(self.shape[-2:])
+        return 5 * math.prod(self.shape[:-2]) * (4 * short * short * long + 2 * short**3)
+
 
 def group_parameters(params: Iterable[ParamSpec]) -> dict[ChunkGroupKey, list[int]]:
     """Indices of the parameters of each chunk group; groups and parameters in order of first use."""

@@ -40,7 +40,7 @@ class MuonUpdate(FlatMoments):
             for chunk in chunks
             for p in chunk.parameters
         }
-        """Those of each parameter."""
+        """The matrices of each parameter."""
         found = [(chunk.spec, in_chunk(chunk.spec, [self._matrices[p] for p in chunk.parameters])) for chunk in chunks]
         self._owned = {
             spec.index: list(zip(theirs, ranks, strict=True))

@@ -16,6 +16,7 @@ _KINDS = {
     "rcache": ("device", "rCache"),
     "resident": ("device2", "gathered, resident"),
     "reductions": ("device3", "reductions and gradients"),
+    "updates": ("device3", "updates of whole matrices"),
     "sums": ("purple", "sums of gradients"),
     "shards": ("host", "shards, masters, moments"),
     "buffers": ("host2", "buffers of the disk"),

@@ -5,8 +5,8 @@ they all get. One rank searches, by its own trace, so rounding cannot give ranks
 """
 
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class SearchRequest:
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
     """Whether reductions run over gloo."""
+    trained_whole: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    """The parameters that are updated as whole matrices, as for `param_specs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +174,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.wanted.reduce_dtype,
         precision=request.wanted.precision,
+        trained_whole=request.trained_whole,
         device=request.device,
     )
     task = Task(
@@ -180,9 +183,9 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         gpus=world,
         capacity_bytes=memory.device_bytes,
         host_bytes=0 if hardware.one_memory else memory.host_bytes,
-        disk_bytes=memory.disk_bytes if request.adam else None,
+        disk_bytes=memory.disk_bytes if request.adam and not request.trained_whole else None,
         moments=request.moments,
-        overlaps_updates=request.adam,
+        overlaps_updates=request.adam and not request.trained_whole,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
     )

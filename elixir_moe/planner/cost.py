@@ -51,6 +51,7 @@ class Seconds:
     exposed: float
     """The part of `collectives` that compute does not hide."""
     device_update: float
+    """Update of chunks on the device, and of whole matrices wherever they are."""
     host_update: float
     """Update of chunks in host memory, hidden or not."""
     disk_update: float
@@ -110,6 +111,10 @@ class Traffic:
     """Bytes that these updates write to the disk."""
     collectives: tuple[tuple[tuple[int, ...], int, int], ...]
     """(global ranks, bytes of chunks and gradients, number of gathers and reductions) of each process group."""
+    update_collectives: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+    """(global ranks, bytes, number) of the gathers and reductions of whole matrices, which nothing hides."""
+    update_crossing_bytes: int = 0
+    """Bytes of updates of whole matrices that come from host memory to the device, and go back."""
     gathered_numel: int
     """Elements of all chunks."""
     units: int = 0
@@ -164,11 +169,12 @@ def traffic(
         return sum(c.shard_numel for c in trained[tier] if not narrow or c.key.precision.is_narrow)
 
     collective: dict[tuple[int, ...], list[int]] = {}
+    updates: dict[tuple[int, ...], list[int]] = {}
 
-    def count(chunk: ChunkSpec, nbytes: int, times: int) -> int:
+    def count(chunk: ChunkSpec, nbytes: int, times: int, into: dict[tuple[int, ...], list[int]] = collective) -> int:
         if len(chunk.key.ranks) == 1:
             return 0
-        of = collective.setdefault(chunk.key.ranks, [0, 0])
+        of = into.setdefault(chunk.key.ranks, [0, 0])
         of[0], of[1] = of[0] + times * nbytes, of[1] + times
         return times * nbytes
 
@@ -181,6 +187,9 @@ def traffic(
         if chunk.key.trainable:  # an all-reduce moves twice
             times = passes * (1 if chunk.shards > 1 else 2)
             reduced_bytes += count(chunk, chunk.reduced_bytes(over_gloo=over_gloo), times)
+        if chunk.key.optimizer:
+            gathered_bytes += count(chunk, chunk.numel * chunk.update_itemsize, int(chunk.shards > 1), updates)
+            reduced_bytes += count(chunk, chunk.numel * chunk.update_itemsize, 1 if chunk.shards > 1 else 2, updates)
 
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
         return sum(gathers[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
@@ -207,6 +216,8 @@ def traffic(
         disk_read_bytes=record + summed,
         disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
+        update_collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in updates.items()),
+        update_crossing_bytes=sum(values_bytes(chunk) for chunk in trained[Tier.HOST] if chunk.key.optimizer),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
         units=units,
     )
@@ -278,6 +289,10 @@ def seconds(
     both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
     collectives = sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
+    whole = sum(p.newton_schulz_flops / len(p.key.ranks) for p in profile.params)
+    whole_seconds = whole / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+    whole_seconds += sum(hardware.gather_seconds(*group) for group in moved.update_collectives)
+    whole_seconds += moved.update_crossing_bytes * gpus * (1 / links.b_c2g + 1 / links.b_g2c) / _GIGA
     factors = hardware.narrow_update_on_device, hardware.narrow_update
     on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))
     update = moved.disk_read_bytes, moved.disk_written_bytes
@@ -297,7 +312,7 @@ def seconds(
         offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
-        device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA),
+        device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA) + whole_seconds,
         host_update=(moved.host_numel + on_host) / v_c,
         disk_update=max(moved.disk_numel / v_c, disk),
         units=accumulation * moved.units * hardware.unit_us / 1e6,

@@ -82,6 +82,7 @@ def trace(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     precision: Precision = WIDE,
+    trained_whole: Mapping[nn.Parameter, str] | None = None,
     tokens: int | None = None,
     whole: bool = False,
     device: torch.device | None = None,
@@ -98,6 +99,7 @@ def trace(
         compute_dtype: the argument of `wrap`.
         reduce_dtype: the field of the plan.
         precision: the precision of the plan's narrow state.
+        trained_whole: the parameters that are updated as whole matrices, as for `param_specs`.
         tokens: tokens of this rank's batch; by default the elements of the first integer tensor in `sample`.
         whole: trace every layer, identical or not.
         device: the device that will run the step; None for an accelerator that is not here, on which a kernel is taken
@@ -110,6 +112,7 @@ def trace(
     """
     everywhere = Pattern(RankMesh.world(world, rank), replicate=("dp",))
     dtypes: dict[str, Any] = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "precision": precision}
+    dtypes["trained_whole"] = trained_whole
     specs = param_specs(model, model.parameters(), everywhere=everywhere, **dtypes)
     behind = weights_behind(model)
     listed = list(specs.values())

@@ -66,7 +66,7 @@ class Wrapped:
     def held_bytes(self) -> dict[str, int]:
         """Returns {tier: bytes} that the library holds on this rank in a backward, with all gradients."""
         held = {tier.value: 0 for tier in Tier}
-        held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes
+        held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes + self.footprint.workspace_bytes
         held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
         if self.scheduler.reductions.sums is not None:
             held[Tier.HOST] += self.scheduler.reductions.sums.nbytes

@@ -104,11 +104,6 @@ def check_whole_matrices(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer
             f"{type(elementwise).__name__} has {modes[0]}(), and cannot be joined with {name}: use one that is always "
             f"in the same mode, such as AdamW"
         )
-    if isinstance(plan, AutoPlan):
-        raise ConfigError(
-            f"em.Plan.auto does not know what a step of {name} costs: give the plan, such as em.Plan.zero3() or "
-            f"em.Plan.offload()"
-        )
     if plan.disk is not None:
         raise ConfigError(f"chunks on disk are not updated by {name}: leave disk out, or train all with AdamW")
     if plan.precision.is_narrow:

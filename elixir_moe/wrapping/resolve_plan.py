@@ -132,6 +132,7 @@ def _search(request: Request, wanted: AutoPlan, *, moments: int, over_gloo: bool
         adam=is_adam(request.optimizer),
         moments=moments,
         over_gloo=over_gloo,
+        trained_whole=trained_whole(request.optimizer),
     )
     return Prediction(*forecast(request.model, facts))
 

@@ -8,6 +8,7 @@ which is compared by itself.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -28,6 +29,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.optim.whole_matrix import Matrix, bands, in_chunk, matrices, owners
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
+from tests.planner.test_auto import MACHINE
 from tests.support.cases import with_further
 from tests.support.every import same_tensors
 from tests.support.parity import mesh_of_world, tokens
@@ -263,6 +265,8 @@ def held(plan: em.Plan, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, i
     model, optimizer = em.wrap(model, optimizers(model, "AdamW"), plan=plan, compute_dtype=dtype)
     trained(model, optimizer, range(1))
     inspection, kept = em.inspect(model), model._elixir.kept
+    device, host = inspection.footprint.memory_bytes(1)
+    assert model._elixir.held_bytes() == {"device": device, "host": host, "disk": 0}
     counted: dict[str, int] = {}
     for chunk in model._elixir.scheduler.chunks:
         for tier, nbytes in chunk.shard.held_bytes().items():
@@ -363,7 +367,6 @@ def refusals() -> dict[str, tuple[Callable[[nn.Module], Any], Any, str]]:
         "no optimizer": (lambda m: (muon(m), 3), zero3, "a sequence of them such as .* 'int'"),
         "nothing": (lambda m: (), zero3, "a sequence of them such as"),
         "a class of its own": (lambda m: Mine(optimizers(m)[0].param_groups), zero3, "Muon looks at whole tensors"),
-        "searched": (lambda m: optimizers(m), em.Plan.auto(loss_of, rows(0, 0)), "what a step of Muon costs"),
         "narrow": (lambda m: optimizers(m), em.Plan.zero3(moments="bf16"), "Muon keeps fp32"),
     }
 
@@ -554,3 +557,60 @@ def test_expert_parallel_stacks_are_updated_where_they_are(world: int, plan: str
         assert any(re.match(r"ranks \d /.* Muon$", group) for group in groups) is (world == 2)
         for name, weight in wanted.items():
             assert (found[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def moved(plan: em.Plan) -> tuple[dict[str, int], dict[str, int]]:
+    """(rank) The bytes that a step moves, counted and predicted."""
+    mesh_of_world()
+    model = build()
+    model, optimizer = em.wrap(model, optimizers(model), plan=plan, sample=rows(0, 0), step=loss_of)
+    trained(model, optimizer, range(2))
+    found = []
+    for step in range(2, 4):
+        before = Counter(em.inspect(model).statistics.collective_bytes)
+        loss_of(model, rows(step, 0)).backward()
+        optimizer.step()
+        found.append(Counter(em.inspect(model).statistics.collective_bytes) - before)
+    assert found[0] == found[1], found
+    ways = {"all_gather": "gathered", "reduce_scatter": "reduced", "all_reduce": "reduced"}
+    counted = Counter[str]()
+    for (_, kind), nbytes in found[0].items():
+        counted[ways[kind]] += nbytes
+    predicted = em.inspect(model).step_bytes()
+    optimizer.close()
+    return counted, {way: predicted[way] for way in counted}
+
+
+@pytest.mark.parametrize(("world", "plan"), [(2, "zero3"), (2, "ddp"), (4, "offload")])
+def test_a_step_sends_what_the_planner_counts(world: int, plan: str, ranks: Ranks) -> None:
+    given = PLANS[plan] if plan == "ddp" else replace(PLANS[plan], rcache_blocks=8)
+    for counted, predicted in ranks(world).run(moved, given):
+        assert counted == predicted
+        assert set(counted) == ({"reduced"} if plan == "ddp" else {"gathered", "reduced"})
+
+
+def test_a_searched_plan_counts_bytes_and_seconds_of_muon_and_trains_alike() -> None:
+    found = {}
+    for name in ("Muon", "AdamW"):
+        model = build()
+        both: Any = optimizers(model) if name == "Muon" else torch.optim.AdamW(model.parameters())
+        plan = em.Plan.auto(loss_of, rows(0, 0), hardware=MACHINE)
+        model, optimizer = em.wrap(model, both, plan=plan)
+        if name == "Muon":
+            weights, _ = trained(model, optimizer, range(STEPS))
+        prediction = model._elixir.prediction
+        found[name] = em.inspect(model).footprint, prediction.forecast.seconds
+        optimizer.close()
+    (muon, seconds), (adamw, others) = found["Muon"], found["AdamW"]
+    assert sum(muon.shard_bytes.values()) < sum(adamw.shard_bytes.values())
+    assert muon.workspace_bytes == 8 * 40 * WIDTH
+    assert not adamw.workspace_bytes
+    assert seconds.device_update > others.device_update
+    model = build()
+    both = optimizers(model)
+    for step, mine in enumerate(weights):
+        loss_of(model, rows(step, 0)).backward()
+        for one in both:
+            one.step()
+            one.zero_grad()
+        assert same_tensors(mine, model.state_dict()), step
