@@ -11,7 +11,7 @@ decides when to update, or how updates travel (`runtime.whole_updates`).
 Source: K. Jordan, "Muon"; the owners are those of J. Liu et al., "Muon is Scalable for LLM Training", 3.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elixir_moe.optim.muon import whole_update
-from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, copy_master, run_at_once
+from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, run_at_once
 from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -68,20 +68,37 @@ class MuonUpdate(FlatMoments):
     ) -> None:
         chunk.shard.finish_sum()
         own = update_memory(chunk)
-        self._add_momentum(chunk, pieces, scale, own)
+        self._change(chunk, partial(self._add_momentum, pieces, scale, chunk.shard.gradient(), own))
         self._whole.change(chunk, own, partial(self._orthogonalize, chunk, used))
-        self._apply(chunk, pieces, own)
+        self._change(chunk, partial(self._apply, pieces, own, chunk.shard.values_shard))
+
+    def _change(self, chunk: Chunk, work: Callable[[int, list[torch.Tensor]], None]) -> None:
+        """Calls ``work(first, arrays)`` on master and momentum, in slices if they are on disk. Raises DiskError."""
+        slices = chunk.shard.change(work, self.in_memory(chunk))
+        for one in slices:
+            one.exception()  # until nobody writes any more
+        for one in slices:
+            one.result()
 
     def _add_momentum(
-        self, chunk: Chunk, pieces: list[TrainedPiece], scale: float | torch.Tensor, own: torch.Tensor
+        self,
+        pieces: list[TrainedPiece],
+        scale: float | torch.Tensor,
+        gradients: torch.Tensor,
+        own: torch.Tensor,
+        first: int,
+        arrays: list[torch.Tensor],
     ) -> None:
-        """Writes to `own`, which is the gradient's memory, the updates that are to be orthogonalized."""
-        (momentum,) = self.in_memory(chunk)
-        for one in pieces:
-            options, kept = self._groups[one.group], momentum[one.piece.here]
-            gradient = chunk.shard.gradient(one.piece.start, one.piece.stop).float() * scale
+        """Writes to `own`, the memory of the `gradients`, the updates that are to be orthogonalized.
+
+        `arrays` are master and momentum of the shard's elements from `first` on.
+        """
+        _, momentum = arrays
+        for one, start, stop in _parts(pieces, first, first + momentum.numel()):
+            options, kept = self._groups[one.group], momentum[start - first : stop - first]
+            gradient = gradients[start:stop].float() * scale
             kept.lerp_(gradient, 1 - options["momentum"])
-            own[one.piece.here] = gradient.lerp(kept, options["momentum"]) if options["nesterov"] else kept
+            own[start:stop] = gradient.lerp(kept, options["momentum"]) if options["nesterov"] else kept
 
     def _orthogonalize(self, chunk: Chunk, used: set[nn.Parameter], update: torch.Tensor) -> None:
         """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
@@ -93,20 +110,38 @@ class MuonUpdate(FlatMoments):
             else:
                 part.copy_(whole_update(part, self._groups[self._group_of[parameter]]))
 
-    def _apply(self, chunk: Chunk, pieces: list[TrainedPiece], own: torch.Tensor) -> None:
-        """Changes the weights by the orthogonalized updates in `own`."""
-        assert chunk.shard.master is not None
-        for one in pieces:
-            options, piece = self._groups[one.group], one.piece
+    def _apply(
+        self,
+        pieces: list[TrainedPiece],
+        own: torch.Tensor,
+        values: torch.Tensor | None,
+        first: int,
+        arrays: list[torch.Tensor],
+    ) -> None:
+        """Changes the master by the orthogonalized updates in `own`, and copies it to the `values`, if they are apart.
+
+        `arrays` as for `_add_momentum`. The values of parameters without a gradient come back, too.
+        """
+        master, _ = arrays
+        for one, start, stop in _parts(pieces, first, first + master.numel()):
+            options, offset = self._groups[one.group], one.piece.offset - one.piece.start
             rate = float(options["lr"])
-            chunk.shard.master[piece.here].mul_(1 - rate * options["weight_decay"])
-            for start, stop, shape in bands(self._matrices[one.parameter], one.parameter.shape[-1]):
-                first, last = max(start, piece.offset), min(stop, piece.offset + piece.numel)
-                if first < last:
-                    here = slice(piece.start + first - piece.offset, piece.start + last - piece.offset)
+            master[start - first : stop - first].mul_(1 - rate * options["weight_decay"])
+            for top, bottom, shape in bands(self._matrices[one.parameter], one.parameter.shape[-1]):
+                low, high = max(top - offset, start), min(bottom - offset, stop)
+                if low < high:
                     scaled = adjusted_rate(rate, options["adjust_lr_fn"], shape)
-                    chunk.shard.master[here].add_(own[here], alpha=-scaled)
-        copy_master(chunk.shard)
+                    master[low - first : high - first].add_(own[low:high], alpha=-scaled)
+        if values is not None:
+            values[first : first + master.numel()].copy_(master)
 
     def finish(self) -> None:
         """Does nothing: no option of Muon changes in a step."""
+
+
+def _parts(pieces: Sequence[TrainedPiece], first: int, last: int) -> Iterator[tuple[TrainedPiece, int, int]]:
+    """Yields (piece, start, stop) of the elements of pieces among those from `first` to `last` of the shard."""
+    for one in pieces:
+        start, stop = max(one.piece.start, first), min(one.piece.stop, last)
+        if start < stop:
+            yield one, start, stop

@@ -196,7 +196,8 @@ def traffic(
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     record = sum(
-        spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
+        (1 + bool(chunk.key.optimizer))  # the update of whole matrices passes twice
+        * spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
         for chunk in trained[Tier.DISK]
     )
     whole = trained[Tier.DISK] if plan.values_on_disk else []
@@ -217,7 +218,9 @@ def traffic(
         disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         update_collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in updates.items()),
-        update_crossing_bytes=sum(values_bytes(chunk) for chunk in trained[Tier.HOST] if chunk.key.optimizer),
+        update_crossing_bytes=sum(
+            values_bytes(chunk) for chunk in trained[Tier.HOST] + trained[Tier.DISK] if chunk.key.optimizer
+        ),
         gathered_numel=sum(slot.numel for chunk in layout.chunks for slot in chunk.slots),
         units=units,
     )

@@ -104,8 +104,13 @@ def check_whole_matrices(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer
             f"{type(elementwise).__name__} has {modes[0]}(), and cannot be joined with {name}: use one that is always "
             f"in the same mode, such as AdamW"
         )
-    if plan.disk is not None:
-        raise ConfigError(f"chunks on disk are not updated by {name}: leave disk out, or train all with AdamW")
+    if isinstance(plan, AutoPlan) and plan.disk is not None:
+        raise ConfigError(
+            f"em.Plan.auto puts no chunk of {name} on disk: leave disk out, or say what goes there, as in "
+            f"em.Plan.offload(disk=...)"
+        )
+    if isinstance(plan, Plan) and plan.values_on_disk:
+        raise ConfigError(f"values_on_disk=True: {name} updates gradients in memory: leave it out")
     if plan.precision.is_narrow:
         raise ConfigError(
             f"master={plan.master!r} and moments={plan.moments!r} are for Adam and AdamW, and {name} keeps fp32: leave "
@@ -121,10 +126,11 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
             f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
             f"em.Plan.offload(disk=...) or dataclasses.replace(plan, disk=...)"
         )
-    if plan.disk is not None and not is_adam(optimizer):
+    elementwise = elementwise_of(optimizer)
+    if plan.disk is not None and elementwise is not None and not is_adam(elementwise):
         raise ConfigError(
             f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
-            f"{type(optimizer).__name__}: use one of them, or leave disk out"
+            f"{type(elementwise).__name__}: use one of them, or leave disk out"
         )
     if plan.disk is not None and not os.access(plan.disk, os.W_OK | os.X_OK):
         why = "cannot be written" if os.path.isdir(plan.disk) else "does not exist"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import elixir_moe as em
+from elixir_moe.chunks import ledger
 from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.packing import ChunkSpec, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
@@ -30,7 +31,7 @@ from elixir_moe.optim.whole_matrix import Matrix, bands, in_chunk, matrices, own
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.planner.test_auto import MACHINE
-from tests.support.cases import with_further
+from tests.support.cases import placed, with_further
 from tests.support.every import same_tensors
 from tests.support.parity import mesh_of_world, tokens
 from tests.support.ranks import RankPool
@@ -45,6 +46,7 @@ PLANS = {
     "offload": em.Plan.offload(chunk_numel=2048, rcache_blocks=4),
     "partly on the device": em.Plan.offload(chunk_numel=2048, rcache_blocks=4, device_chunks=2),
 }
+DISK = em.Plan.offload(chunk_numel=2048, rcache_blocks=4, disk_chunks=4)
 
 
 class Layers(nn.Module):
@@ -184,7 +186,7 @@ def wrapped(
     model = build()
     both = optimizers(model, elementwise)
     scheduler = torch.optim.lr_scheduler.LambdaLR(both[0], lambda step: 1 / (1 + step))
-    model, optimizer = em.wrap(model, both, plan=plan, compute_dtype=dtype)
+    model, optimizer = em.wrap(model, both, plan=placed(plan), compute_dtype=dtype)
     found, norms = [], []
     for step in range(STEPS):
         once = range(step, step + 1)
@@ -217,15 +219,57 @@ def test_weights_are_those_of_torch_to_the_bit_under_every_plan(
                 assert same_tensors(mine, theirs), f"{plan}, step {step}"
 
 
-@pytest.mark.parametrize("plan", ["zero3", "offload"])
-def test_rows_of_their_own_and_adamw_give_the_same_weights(plan: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("plan", [PLANS["zero3"], PLANS["offload"], DISK], ids=["zero3", "offload", "disk"])
+def test_rows_of_their_own_and_adamw_give_the_same_weights(plan: em.Plan, ranks: Ranks) -> None:
     """The order of sums differs by a rounding, of which Newton-Schulz makes at most some rounded bf16 elements."""
     wanted = plain(torch.float32, 2, 0.5, "AdamW", ranks=2)
-    for found, norms in ranks(2).run(wrapped, PLANS[plan], torch.float32, 2, 0.5, "AdamW", apart=True):
+    for found, norms in ranks(2).run(wrapped, plan, torch.float32, 2, 0.5, "AdamW", apart=True):
         assert min(norms) > 0.5, "a step was not clipped"
         for mine, theirs in zip(found, wanted, strict=True):
             for name, weight in theirs.items():
                 assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+def on_disk(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """(rank) The weights of a model of which Muon trains all that is trained, in slices on disk, one for each step."""
+    mesh_of_world()
+    model = build()
+    muon, rest = optimizers(model)
+    for parameter in rest.param_groups[0]["params"]:
+        parameter.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "_SPILL_SLICE_NUMEL", 192)
+        model, optimizer = em.wrap(model, muon, plan=replace(placed(DISK), verify=True), compute_dtype=dtype)
+        found, _ = trained(model, optimizer, range(STEPS), 2)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_chunks_on_disk_are_updated_slice_by_slice(world: int, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Muon is the only optimizer: nothing else is trained."""
+    model = build()
+    computed = deepcopy(model).to(dtype)
+    muon, rest = optimizers(model)
+    for found in ranks(world).run(on_disk, dtype):
+        assert len(found) == STEPS
+    for step in range(STEPS):
+        for micro in range(2):
+            (loss_of(computed, rows(step, micro)) / 2).backward()
+            for master, parameter in zip(model.parameters(), computed.parameters(), strict=True):
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+        muon.step()
+        muon.zero_grad()
+        rest.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(model.parameters(), computed.parameters(), strict=True):
+                parameter.copy_(master)
+        trained_by_muon = {p for group in muon.param_groups for p in group["params"]}
+        names = [name for name, p in model.named_parameters() if p in trained_by_muon]
+        assert same_tensors({n: found[step][n] for n in names}, {n: model.state_dict()[n] for n in names}), step
 
 
 def resumed(folder: Path, before: str, after: str, world: int) -> list[dict[str, Tensor]]:
@@ -262,7 +306,7 @@ def held(plan: em.Plan, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, i
     """(rank) {tier: bytes of state held after a step}, and those that the plan allows."""
     mesh_of_world()
     model = build()
-    model, optimizer = em.wrap(model, optimizers(model, "AdamW"), plan=plan, compute_dtype=dtype)
+    model, optimizer = em.wrap(model, optimizers(model, "AdamW"), plan=placed(plan), compute_dtype=dtype)
     trained(model, optimizer, range(1))
     inspection, kept = em.inspect(model), model._elixir.kept
     device, host = inspection.footprint.memory_bytes(1)
