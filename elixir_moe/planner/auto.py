@@ -141,25 +141,35 @@ def events_of(
     sample: Any,
     compute_dtype: torch.dtype | None,
 ) -> Sequence[StepEvent]:
-    """Returns the events of ``step(model, sample)`` on the first rank that holds the model. Collective.
+    """Returns the events of ``step(model, sample)``, which the first rank that holds the model traces. Collective.
 
     Parameters are numbered as in ``model.parameters()``. A step that cannot run on fake tensors is run on the model
-    itself, without its backward.
+    itself, by all its ranks and without its backward.
     """
+    rank = dist.get_rank()
     first, *_ = ranks_of(model, replicated_everywhere())
 
-    def learn() -> Sequence[StepEvent] | None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        events: Sequence[StepEvent]
+    def traced() -> Sequence[StepEvent] | None:
+        if rank != first:
+            return ()
         try:
-            events = trace(model, step, sample, world=world, rank=rank, compute_dtype=compute_dtype).registered_events
+            profile = trace(model, step, sample, world=dist.get_world_size(), rank=rank, compute_dtype=compute_dtype)
         except ConfigError:
-            events = traced_forward(model, parts, step, sample)
-        return events if rank == first else None
+            return None
+        return profile.registered_events
 
-    found = raise_on_all_ranks("ran the step that sample and step are", learn)[first]
-    assert found is not None, "the first rank has returned its events"
-    return found
+    def run() -> Sequence[StepEvent]:
+        events = traced_forward(model, parts, step, sample)
+        return events if rank == first else ()
+
+    everyone = raise_on_all_ranks("traced the step that sample and step are", traced)
+    events = everyone[first]
+    if None in everyone:  # other ranks may hold another stage, whose step can be traced
+        work = run if events is None else tuple
+        ran = raise_on_all_ranks("ran the step that sample and step are", work)[first]
+        events = ran if events is None else events
+    assert events is not None, "the first rank has returned its events"
+    return events
 
 
 def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: MemoryBudget) -> Task:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
@@ -157,21 +158,42 @@ def test_the_least_rcache_is_what_a_step_asks_for(name: str) -> None:
     optimizer.close()
 
 
+def reading_values(model: nn.Module, x: Tensor) -> Tensor:
+    return mean_square(model, x) * (1.0 if x.sum().item() < 1e9 else 2.0)
+
+
 def test_a_step_that_reads_values_tells_of_its_reads_too() -> None:
     """It cannot run without data, so it runs on the model, which is given back as it was."""
 
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        return mean_square(model, x) * (1.0 if x.sum().item() < 1e9 else 2.0)
-
     model = Scaled()
     with pytest.raises(em.PlanError) as error:
-        wrapped(model, 4, 1024, step)
+        wrapped(model, 4, 1024, reading_values)
     assert least_said(error.value) == 5
     assert every(type(p) is nn.Parameter for p in model.parameters())
-    model, optimizer = wrapped(model, 5, 1024, step)
-    step(model, rows_for(model)).backward()
+    model, optimizer = wrapped(model, 5, 1024, reading_values)
+    reading_values(model, rows_for(model)).backward()
     optimizer.step()
     optimizer.close()
+
+
+def least_of_a_stage() -> tuple[int, bool]:
+    """(rank) The least rCache of one of two pipeline stages, of which the second reads values, and whether its schedule
+    is known before a step.
+    """
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    stage = Scaled()
+    em.annotate(stage, {"*": em.Pattern(mesh, replicate=("dp",))})
+    step = (mean_square, reading_values)[dist.get_rank()]
+    with pytest.raises(em.PlanError) as error:
+        wrapped(stage, 4, 1024, step)
+    stage, optimizer = wrapped(stage, 5, 1024, step)
+    known = em.inspect(stage).schedule is not None
+    optimizer.close()
+    return least_said(error.value), known
+
+
+def test_one_stage_is_traced_where_another_reads_values(ranks: Ranks) -> None:
+    assert ranks(2).run(least_of_a_stage) == [(5, True), (5, False)]
 
 
 def test_reads_nobody_knew_of_are_refused_with_the_same_advice() -> None:
