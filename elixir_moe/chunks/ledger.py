@@ -38,9 +38,9 @@ VALUES_REQUEST_BYTES = 1 << 23
 """Bytes of a frozen chunk's values read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of a shard on disk updated in one read and write."""
-_WORKSPACE_BYTES = 4 * 2
-"""Bytes for each element of a matrix in an iteration of Newton-Schulz in bf16: the matrix before and after it, and two
-square matrices of its shorter side."""
+_WORKSPACE_BYTES = 6 * 2
+"""Bytes for each element of a matrix during its update in bf16: before and after an iteration of Newton-Schulz, two
+square matrices of its shorter side, and the slices and the whole of one that is cut over ranks."""
 GRADIENT = StateArray("gradient")
 """The sum of gradients on disk."""
 

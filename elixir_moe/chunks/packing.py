@@ -268,7 +268,7 @@ def build_layout(
                 Slot(param=indices[first + k], start=start, numel=sizes[first + k]) for k, start in enumerate(starts)
             )
             numel = _round_up(max(used, 1), shards * alignment(key))  # at least 1, even if all parameters are empty
-            matrices = [math.prod(params[slot.param].shape[-2:]) for slot in slots] if key.optimizer else [0]
+            matrix_numel = max(math.prod(params[slot.param].matrix) for slot in slots)
             chunks.append(
                 ChunkSpec(
                     index=-1,
@@ -277,7 +277,7 @@ def build_layout(
                     numel=numel,
                     shards=shards,
                     residence=residence,
-                    matrix_numel=max(matrices),
+                    matrix_numel=matrix_numel,
                 )
             )
     chunks.sort(key=lambda chunk: chunk.slots[0].param)

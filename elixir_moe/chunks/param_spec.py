@@ -140,6 +140,8 @@ class ParamSpec:
     """The chunk group it belongs to."""
     tied: bool = False
     """Whether several modules use it: its chunk then has a buffer of its own and stays gathered during a step."""
+    matrix: tuple[int, int] = (0, 0)
+    """Rows and columns of each of its matrices, of all ranks' slices, if an optimizer updates whole matrices."""
     region: int | None = None
     """The outermost part of the model around the parameter that backward is known to recompute as a whole."""
 
@@ -154,9 +156,7 @@ class ParamSpec:
 
         An iteration multiplies a matrix by its transpose, the product by itself, and the sum of both by the matrix.
         """
-        if not self.key.optimizer:
-            return 0
-        short, long = sorted(self.shape[-2:])
+        short, long = sorted(self.matrix)
         return 5 * math.prod(self.shape[:-2]) * (4 * short * short * long + 2 * short**3)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.optim.cut_matrix import cuts_of, slice_of, whole_shape
 from elixir_moe.optim.muon import whole_update
 from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, run_at_once
 from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners
@@ -41,6 +42,7 @@ class MuonUpdate(FlatMoments):
             for p in chunk.parameters
         }
         """The matrices of each parameter."""
+        self._cuts = {p: cuts_of(p) for p in self._matrices}
         found = [(chunk.spec, in_chunk(chunk.spec, [self._matrices[p] for p in chunk.parameters])) for chunk in chunks]
         self._owned = {
             spec.index: list(zip(theirs, ranks, strict=True))
@@ -104,11 +106,14 @@ class MuonUpdate(FlatMoments):
         """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
         for matrix, owner in self._owned[chunk.spec.index]:
             parameter = chunk.parameters[matrix.slot]
+            cuts = self._cuts[parameter]
             part = update.as_strided(matrix.shape, (matrix.stride, 1), update.storage_offset() + matrix.start)
             if owner != chunk.communicator.rank or parameter not in used:
                 part.zero_()
             else:
-                part.copy_(whole_update(part, self._groups[self._group_of[parameter]]))
+                whole = self._whole.join(part, cuts)
+                whole = whole_update(whole, self._groups[self._group_of[parameter]])
+                part.copy_(slice_of(whole, cuts, chunk.communicator.rank))
 
     def _apply(
         self,
@@ -127,10 +132,11 @@ class MuonUpdate(FlatMoments):
             options, offset = self._groups[one.group], one.piece.offset - one.piece.start
             rate = float(options["lr"])
             master[start - first : stop - first].mul_(1 - rate * options["weight_decay"])
-            for top, bottom, shape in bands(self._matrices[one.parameter], one.parameter.shape[-1]):
+            cuts = self._cuts[one.parameter]
+            for top, bottom, shape in bands(self._matrices[one.parameter], local_of(one.parameter).shape[-1]):
                 low, high = max(top - offset, start), min(bottom - offset, stop)
                 if low < high:
-                    scaled = adjusted_rate(rate, options["adjust_lr_fn"], shape)
+                    scaled = adjusted_rate(rate, options["adjust_lr_fn"], whole_shape(shape, cuts))
                     master[low - first : high - first].add_(own[low:high], alpha=-scaled)
         if values is not None:
             values[first : first + master.numel()].copy_(master)

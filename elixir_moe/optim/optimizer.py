@@ -320,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ends.callback(self._kept.check_last_step)
             for chunk in self._chunks:
                 ends.callback(chunk.shard.finish_update)
-            for communicator in {id(c.communicator): c.communicator for c in self._scheduler.chunks}.values():
+            for communicator in self._scheduler.communicators:
                 ends.callback(communicator.close)
             ends.callback(self._groups.close)
             for file in reversed(self._files):  # closing the first waits for its threads, which write the second

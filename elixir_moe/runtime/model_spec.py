@@ -157,8 +157,9 @@ def param_specs(
         if precision.is_narrow and p.requires_grad and has_narrow_state(names[p][0], found[p].shape, narrow_state):
             found[p] = replace(found[p], key=_narrowed(p, found[p], precision))
         if p.requires_grad and (optimizer := (trained_whole or {}).get(p)) is not None:
-            _check_uncut(p, found[p], pattern, optimizer)
-            found[p] = replace(found[p], key=replace(found[p].key, optimizer=optimizer))
+            _check_matrices(p, found[p], pattern, optimizer)
+            rows, columns = pattern.global_shape(found[p].shape)[-2:]
+            found[p] = replace(found[p], key=replace(found[p].key, optimizer=optimizer), matrix=(rows, columns))
     trainable = [spec.name for spec in found.values() if spec.key.trainable]
     if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):
         raise ConfigError(
@@ -185,14 +186,13 @@ def _narrowed(p: nn.Parameter, spec: ParamSpec, precision: Precision) -> ChunkGr
     return replace(spec.key, precision=precision)
 
 
-def _check_uncut(p: nn.Parameter, spec: ParamSpec, pattern: Pattern, optimizer: str) -> None:
-    """Raises ConfigError unless this rank's slice of a parameter is a whole matrix, or a stack of them."""
-    stacked = len(spec.shape) - 2
-    cut, axes = None, [axis for axis, dim in pattern.shard if pattern.mesh.size(axis) > 1 and dim >= stacked]
-    if tile_of(p) is not None and stacked < 1:
+def _check_matrices(p: nn.Parameter, spec: ParamSpec, pattern: Pattern, optimizer: str) -> None:
+    """Raises ConfigError unless the ranks' slices of a parameter can be joined to whole matrices."""
+    cut = None
+    if tile_of(p) is not None and len(spec.shape) == 2:
         cut = "a tile of a matrix"
-    elif axes or (pattern.view is not None and pattern.shard):
-        cut = f"a matrix that is cut over the axes {axes or [axis for axis, _ in pattern.shard]}"
+    elif pattern.view is not None and any(pattern.mesh.size(axis) > 1 for axis, _ in pattern.shard):
+        cut = f"cut over the axes {[axis for axis, _ in pattern.shard]} in several groups of rows"
     if cut is not None:
         raise ConfigError(
             f"parameter {spec.name!r} is {cut}, and {optimizer} updates whole matrices: train it with an elementwise "

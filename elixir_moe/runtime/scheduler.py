@@ -4,13 +4,14 @@ Owns the moves that concern both: the end of a hold, of a round, an update, a re
 update, `whole_updates` issue every collective of a step, and nobody else does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from elixir_moe.chunks.cache_policy import CacheState
 from elixir_moe.chunks.residence import ATTACHED
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory.blocks import Blocks
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.runtime.chunk import Chunk
@@ -38,7 +39,9 @@ class Scheduler:
         statistics: Statistics,
         agreement: Agreement = of_one_rank,
         sums: HostSums | None = None,
+        communicators: Mapping[tuple[int, ...], Communicator] | None = None,
     ) -> None:
+        """`communicators`: those of slices of matrices; chunks have their own."""
         self.chunks, self.statistics = chunks, statistics
         self.phase = Phase()
         weights = [Weights(chunk, blocks.own.get(chunk.spec.index)) for chunk in chunks]
@@ -59,8 +62,15 @@ class Scheduler:
             self.writes,
             agreement,
         )
-        self.whole_updates = WholeUpdates(self.gathers, blocks, staging, streams, statistics)
+        self.whole_updates = WholeUpdates(self.gathers, blocks, staging, streams, statistics, communicators or {})
         self.streams, self._blocks, self._staging = streams, blocks, staging
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """All communicators, each once."""
+        of_chunks = [chunk.communicator for chunk in self.chunks]
+        found = {id(one): one for one in (*of_chunks, *self.whole_updates.communicators.values())}
+        return list(found.values())
 
     @property
     def cache(self) -> CacheState:
@@ -113,5 +123,5 @@ class Scheduler:
         """Drops the process groups in the middle of a step; only the shards stay, without gradients."""
         self.gathers.abandon()
         self.reductions.abandon()
-        for chunk in self.chunks:
-            chunk.communicator.drop()
+        for communicator in self.communicators:
+            communicator.drop()

@@ -6,7 +6,7 @@ between the last reduction of a step and the first gather of the next one, for o
 order on all ranks. Knows nothing of matrices.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, gradients_of
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.chunks.statistics import Statistics
+from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory.blocks import Block, Blocks
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
@@ -43,7 +44,10 @@ class WholeUpdates:
         staging: torch.Tensor | None,
         streams: Streams,
         statistics: Statistics,
+        communicators: Mapping[tuple[int, ...], Communicator],
     ) -> None:
+        """`communicators` are those of chunks and of slices of matrices, by their ranks."""
+        self.communicators = communicators
         self._gathers, self._blocks, self._staging = gathers, blocks, staging
         self._streams, self._statistics = streams, statistics
 
@@ -70,6 +74,21 @@ class WholeUpdates:
             change(whole)
             self._add(chunk, wire, own)
             block.vacate(self._streams.all_compute())
+
+    def join(self, part: torch.Tensor, cuts: Sequence[tuple[tuple[int, ...], int]]) -> torch.Tensor:
+        """Returns the whole tensor of which this rank has `part`. Collective over the ranks of each cut.
+
+        Args:
+            part: this rank's slice; returned itself if nothing is cut.
+            cuts: (ranks, dim on which they have slices), the outermost first.
+        """
+        for ranks, dim in reversed(cuts):
+            communicator = self.communicators[ranks]
+            slices = part.new_empty((len(ranks), *part.shape))
+            slices[communicator.index].copy_(part)
+            communicator.all_gather(slices.view(-1), 0, of="the slices of a matrix").wait()
+            part = torch.cat(list(slices), dim)
+        return part
 
     def _add(self, chunk: Chunk, update: torch.Tensor, own: torch.Tensor) -> None:
         """Sums the `update` over the ranks, and copies this rank's part to `own`."""

@@ -64,6 +64,7 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
         allocated.statistics,
         Peers(groups, chunks, stays=plan.blocks(layout) >= layout.most_blocks) if several else of_one_rank,
         allocated.sums,
+        resolved.communicators,
     )
     checkpoints = (
         HostCheckpoints(plan.most_host_checkpoints, request.device, streams) if plan.host_checkpoints else None

@@ -19,11 +19,12 @@ from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.packing import Layout
 from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.chunks.resolve import resolve_counts
-from elixir_moe.distributed.all_ranks import make_on_all_ranks
+from elixir_moe.distributed.all_ranks import make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_async
 from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.optim.cut_matrix import check_parts, ranks_of_cuts
 from elixir_moe.optim.joined import trained_whole
 from elixir_moe.runtime.model_spec import ModelSpec, describe
 from elixir_moe.runtime.units import Parts, find_parts, registered_forward
@@ -67,20 +68,21 @@ def resolve_plan(request: Request) -> Resolved:
     model, plan, device = request.model, request.plan, request.device
     moments, over_gloo = moments_of(request.optimizer), goes_over_gloo(dist.group.WORLD, device)  # type: ignore[arg-type]
     async_sums, parts = adds_async(device), find_parts(model)
+    whole = trained_whole(request.optimizer)
     prediction: Prediction | None = None
     communicators: Mapping[tuple[int, ...], Communicator] = {}
     events: Sequence[StepEvent]
     if isinstance(plan, AutoPlan):
         from elixir_moe.planner.auto import groups_of
 
-        communicators = _communicators(request, groups_of(model))
+        communicators = _communicators(request, groups_of(model) | ranks_of_cuts(whole))
         prediction = _search(request, plan, moments=moments, over_gloo=over_gloo)
         plan, events = prediction.forecast.plan, prediction.forecast.events
         _LOG.debug("the search chose a plan: %s", plan.explanation)
     else:
         events = _events(request, parts)
-    whole = trained_whole(request.optimizer)
     describe_it = partial(describe, model, parts, events, request.compute_dtype, plan, whole)
+    raise_on_all_ranks("checked matrices", lambda: check_parts(whole, request.optimizer.param_groups))
     spec = make_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
     free_host_bytes = host_bytes_of_a_rank(spec.ranks, spec.parameters)
@@ -90,7 +92,9 @@ def resolve_plan(request: Request) -> Resolved:
     _LOG.debug("the plan: %s", plan.to_json())
     _LOG.debug("tiers of %d chunks: %s", len(layout.chunks), ", ".join(f"{n} {tier}" for tier, n in tiers.items()))
     warn_of_one_memory(plan, layout, device)
-    communicators = communicators or _communicators(request, {chunk.key.ranks for chunk in layout.chunks})
+    communicators = communicators or _communicators(
+        request, {chunk.key.ranks for chunk in layout.chunks} | ranks_of_cuts(whole)
+    )
     return Resolved(
         plan=plan,
         spec=spec,

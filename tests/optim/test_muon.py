@@ -647,7 +647,7 @@ def test_a_searched_plan_counts_bytes_and_seconds_of_muon_and_trains_alike() -> 
         optimizer.close()
     (muon, seconds), (adamw, others) = found["Muon"], found["AdamW"]
     assert sum(muon.shard_bytes.values()) < sum(adamw.shard_bytes.values())
-    assert muon.workspace_bytes == 8 * 40 * WIDTH
+    assert muon.workspace_bytes == 12 * 40 * WIDTH
     assert not adamw.workspace_bytes
     assert seconds.device_update > others.device_update
     model = build()
@@ -658,3 +658,101 @@ def test_a_searched_plan_counts_bytes_and_seconds_of_muon_and_trains_alike() -> 
             one.step()
             one.zero_grad()
         assert same_tensors(mine, model.state_dict()), step
+
+
+CUTS = {"columns": 1, "rows": 0, "stack": 1, "stack_of_columns": 2}
+"""{matrix that tensor parallelism cuts: the dim}."""
+SHAPES = {"columns": (16, 24), "rows": (24, 16), "stack": (3, 12, 8), "stack_of_columns": (3, 8, 12), "uncut": (16, 8)}
+
+
+class Given(nn.Module):
+    """Matrices whose gradients are given: they depend on no order of sums, however the matrices are cut."""
+
+    def __init__(self, place: int, ranks: int) -> None:
+        super().__init__()
+        self.place, self.ranks = place, ranks
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            setattr(self, name, nn.Parameter(self.cut(name, drawn)))
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        return whole.chunk(self.ranks, CUTS[name])[self.place].contiguous() if name in CUTS else whole
+
+    def forward(self, step: int) -> Tensor:
+        total = self.shift.sum()
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number))
+            total = total + (getattr(self, name) * self.cut(name, gradient)).sum()
+        return total
+
+
+def given_optimizers(model: Any) -> tuple[em.Muon, torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if name != "shift"]
+    return em.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw"), torch.optim.SGD([model.shift], lr=0.1)
+
+
+def cut_over_tp(plan: em.Plan) -> list[dict[str, Tensor]]:
+    """(rank) The weights of a `Given` behind each step, cut over two tensor-parallel ranks."""
+    mesh = mesh_of_world(2)
+    model = Given(mesh.get_local_rank("tp"), 2)
+    rules = {name: em.Pattern(mesh, replicate=("dp",), shard={"tp": dim}) for name, dim in CUTS.items()}
+    em.annotate(model, rules | {"*": em.Pattern(mesh, replicate=("dp", "tp"), partial=("tp",), divisor=mesh.size())})
+    model, optimizer = em.wrap(model, given_optimizers(model), plan=plan)
+    found = []
+    for step in range(STEPS):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(em.full_state_dict(model, all_ranks=True))
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("world", "plan"), [(2, "zero3"), (4, "zero2"), (4, "offload")])
+def test_matrices_cut_over_ranks_are_joined_before_they_are_orthogonalized(world: int, plan: str, ranks: Ranks) -> None:
+    model = Given(0, 1)
+    both = given_optimizers(model)
+    wanted = []
+    for step in range(STEPS):
+        model(step).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+    for found in ranks(world).run(cut_over_tp, replace(PLANS[plan], chunk_numel=1024, rcache_blocks="all")):
+        for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            assert same_tensors(mine, theirs), step
+
+
+def refused_cut(case: str) -> str:
+    """(rank) The error of `wrap` for a matrix that cannot be joined."""
+    mesh = mesh_of_world(2)
+    model = nn.Linear(8, 16, bias=False)
+    view = (2, 8, 8) if case == "view" else None
+    cut = em.Pattern(mesh, replicate=("dp",), shard={"tp": 1 if view else 0}, view=view)
+    em.annotate(model, {"*": cut})
+    muon = em.Muon(model.parameters(), split_rows=2 if case == "fused" else 1)
+    with pytest.raises(ConfigError) as refused:
+        em.wrap(model, muon, plan=em.Plan.zero3())
+    assert not model.weight.is_meta
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("view", r"'weight' is cut over the axes \['tp'\] in several groups of rows"),
+        ("fused", r"cut over ranks \(0, 1\), and its group has split_rows=2"),
+    ],
+)
+def test_matrices_that_cannot_be_joined_are_refused_before_weights_move(case: str, message: str, ranks: Ranks) -> None:
+    for said in ranks(2).run(refused_cut, case):
+        assert re.search(message, said)
+
+
+def test_tiles_of_a_matrix_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    em.tile(model, at_most=4096)
+    with pytest.raises(ConfigError, match="is a tile of a matrix, and Muon updates whole matrices: train it with"):
+        em.wrap(model, torch.optim.Muon(model.parameters()), plan=em.Plan.zero3())
