@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks import adam, adapters, checkpoint, decode, disk, hooks, launches, loss, memory, one_pass
+from benchmarks import adam, adapters, checkpoint, decode, disk, hooks, launches, loss, memory, muon, one_pass
 from benchmarks.contenders import Build, start_rank
 from benchmarks.measure import check_agreement, host_microseconds, race
 from benchmarks.report import describe, host_row, machine, markdown, race_row, unmeasured_row, without_limit, write
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts |= {disk.ROW: (1, disk.rows), decode.ROW: (1, decode.rows), loss.ROW: (1, loss.rows)}
     parts |= {adapters.ROW: (1, adapters.rows), launches.ROW: (1, launches.rows), one_pass.ROW: (1, one_pass.rows)}
     parts |= {name: (2, partial(hooks.rows, name)) for name in hooks.ROWS}
+    parts |= {name: (2, partial(muon.rows, name)) for name in muon.STEP_ROWS}
     names = {name for row in everything for name in (row.name, row.peer)} | set(parts)
     parts = {name: part for name, part in parts.items() if options.only in (None, name)}
     if not wanted and not parts:
