@@ -68,12 +68,17 @@ class Scheme:
     decode_into: Callable[[Tensor, Tensor, Tensor], None]
     """Decodes codes and scales of a weight (..., out, in) into a third tensor, bf16 or fp32."""
 
+    @property
+    def inputs_in_multiples_of(self) -> int:
+        """The number that must divide a weight's inputs."""
+        return 1 if self.ragged else self.block[1] or 1
+
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Returns why a weight of this shape cannot have the format; None if it can."""
-        columns = self.block[1] or 1
+        columns = self.inputs_in_multiples_of
         if len(shape) < 2:
             return f"has the shape {tuple(shape)}: expected (..., outputs, inputs)"
-        if not self.ragged and shape[-1] % columns:
+        if shape[-1] % columns:
             return (
                 f"has {shape[-1]} inputs: {self.name} needs a multiple of {columns}; leave it out with skip, or choose "
                 f"fp8 or int8"

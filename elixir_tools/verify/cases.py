@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from elixir_moe import annotate, init_mesh, quantize
 from elixir_moe.errors import ConfigError, did_you_mean
-from elixir_moe.ext.models import Dropout, packed_parameters, tree_leaves, tree_map
+from elixir_moe.ext.models import Dropout, packed_parameters, scheme_named, tree_leaves, tree_map
 from elixir_tools.models import presets
 from elixir_tools.models.adapters import check_targets, with_adapters
 from elixir_tools.models.gpt import GPT, GPTConfig, gpt_patterns, lm_loss
 from elixir_tools.models.lora import Lora
 from elixir_tools.models.named import named_function
 from elixir_tools.verify.oracle import next_token_loss, plain_mixtures, quantized_values
-from elixir_tools.verify.shrink import changes, shrunk, without_noise
+from elixir_tools.verify.shrink import UNIT, changes, shrunk, without_noise
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 """Endings of the classes that compute a loss from ``input_ids`` and ``labels``."""
@@ -202,7 +202,9 @@ def huggingface(path: str, *, shrink: bool, **options: Any) -> HuggingFace:
         full = CONFIG_MAPPING[kind].from_dict(given).to_dict()
     except Exception as error:  # transformers checks its settings with error types of its own
         raise ConfigError(f"--hf {path!r}: not a config of {kind}: {str(error).partition(chr(10))[0]}") from error
-    wanted = without_noise(shrunk(full) if shrink else full)
+    scheme = options.get("quantized")
+    unit = UNIT if scheme is None else max(UNIT, scheme_named(scheme).inputs_in_multiples_of)
+    wanted = without_noise(shrunk(full, unit) if shrink else full)
     architecture = _architecture(path, given, kind)
     source = HuggingFace(
         settings=wanted, architecture=architecture, changed=tuple(changes(full, wanted)) if shrink else (), **options

@@ -38,13 +38,17 @@ _INNER = (
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-_AT_MOST = {
+_WIDTHS_AT_MOST = {
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_head_dim": 16, "index_topk": 8},
-    **{"sliding_window": 8, "attention_chunk_size": 8, "vocab_size": 128, "hidden_size_per_layer_input": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_head_dim": 16, "hidden_size_per_layer_input": 8},
+}
+_AT_MOST = {
+    **{"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8, "vocab_size": 128},
     **{"vocab_size_per_layer_input": 128, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
-_HEAD_DIM, _MOST_HEADS, _MOST_SHARED, _MOST_RATIO, _MOST_EXPERTS, _MOST_POSITIONS, _FEWEST = 8, 4, 2, 8, 8, 64, 2
+UNIT = 8
+"""Each width is a multiple of this, and a head this wide."""
+_MOST_HEADS, _MOST_SHARED, _MOST_RATIO, _MOST_EXPERTS, _MOST_POSITIONS, _FEWEST = 4, 2, 8, 8, 64, 2
 _RANDOM = ("dropout", "pdrop", "jitter", "layerdrop")
 
 
@@ -58,12 +62,14 @@ def without_noise(config: Config) -> Config:
     return _mapped(config, still)
 
 
-def shrunk(config: Config) -> Config:
-    """The config with few layers, small widths, at most 8 experts and a small vocabulary; nested configs too."""
-    new = {name: shrunk(value) if _is_config(value) else value for name, value in config.items()}
-    for step in (_fewer_layers, _narrower, _fewer_experts, _smaller):
-        new |= step(new)
-    return new
+def shrunk(config: Config, unit: int = UNIT) -> Config:
+    """The config with few layers, at most 8 experts, a small vocabulary and widths that are small multiples of `unit`;
+    nested configs too."""
+    new = {name: shrunk(value, unit) if _is_config(value) else value for name, value in config.items()}
+    new |= _fewer_layers(new)
+    new |= _narrower(new, unit)
+    new |= _fewer_experts(new)
+    return new | _smaller(new)
 
 
 def changes(before: Config, after: Config, prefix: str = "") -> Iterator[str]:
@@ -113,31 +119,33 @@ def _are_indices(name: str, values: list[Any]) -> bool:
     return numbers and any(word in name for word in ("layers", "idx", "indices")) and values == sorted(set(values))
 
 
-def _narrower(config: Config) -> Config:
-    """Few heads, with as many sharing one as before, and widths in the ratio they had."""
-    new: Config = {}
+def _narrower(config: Config, unit: int) -> Config:
+    """Few heads, with as many sharing one as before, widths in the ratio they had, and low ranks of attention."""
+    new: Config = {n: min(config[n], most * unit // UNIT) for n, most in _WIDTHS_AT_MOST.items() if _number(config, n)}
+    if "qk_head_dim" in config:
+        new["qk_head_dim"] = new.get("qk_rope_head_dim", 0) + new.get("qk_nope_head_dim", 0)
     for heads, shared in _HEADS:
         if count := _number(config, heads):
             of = _number(config, shared) or count
             kept = min(of, _MOST_HEADS if of == count else _MOST_SHARED)
             new[heads] = kept * min(_MOST_RATIO, count // of)
             new |= {shared: kept} if _number(config, shared) else {}
-    name = next((n for n in ("num_attention_heads", "n_head", "num_heads", *new) if n in new), None)
+    name = next((n for n, _ in (*_HEADS[:3], *_HEADS) if n in new), None)
     width = max((_number(config, n) for n in _WIDTHS), default=0)
     if name is None or not width:
         return new
     explicit = next((n for n in _HEAD_DIMS if _number(config, n)), None)
     ratio = width / (config[name] * config[explicit]) if explicit and not _number(config, "kv_lora_rank") else 1.0
-    size = new[name] * min(_HEAD_DIM, config[explicit] if explicit else width // config[name])
-    narrow = min(width, _of_eight(size * ratio) if ratio != 1.0 else size)
+    size = new[name] * min(unit, config[explicit] if explicit else width // config[name])
+    narrow = min(width, _in_units(size * ratio, unit) if ratio != 1.0 else size)
     new |= {n: narrow for n in _WIDTHS if _number(config, n)}
-    new |= {n: min(config[n], _HEAD_DIM) for n in _HEAD_DIMS if _number(config, n)}
+    new |= {n: min(config[n], unit) for n in _HEAD_DIMS if _number(config, n)}
     inner = (n for n in config if (n in _INNER or n.endswith("intermediate_size")) and _number(config, n))
-    return new | {n: min(config[n], _of_eight(config[n] * narrow / width)) for n in inner}
+    return new | {n: min(config[n], _in_units(config[n] * narrow / width, unit)) for n in inner}
 
 
-def _of_eight(size: float) -> int:
-    return max(8, round(size / 8) * 8)
+def _in_units(size: float, unit: int) -> int:
+    return max(unit, round(size / unit) * unit)
 
 
 def _fewer_experts(config: Config) -> Config:
@@ -155,10 +163,8 @@ def _fewer_experts(config: Config) -> Config:
 
 
 def _smaller(config: Config) -> Config:
-    """A small vocabulary with its special tokens, few learned positions, and ranks of low-rank attention."""
+    """A small vocabulary with its special tokens, and few learned positions."""
     new: Config = {n: min(config[n], most) for n, most in _AT_MOST.items() if _number(config, n)}
-    if "qk_head_dim" in config:
-        new["qk_head_dim"] = new.get("qk_rope_head_dim", 0) + new.get("qk_nope_head_dim", 0)
     if not any(name.startswith("rope_") for name in config):
         new |= {n: min(config[n], _MOST_POSITIONS) for n in _POSITIONS if _number(config, n)}
     words = new.get("vocab_size", 0)

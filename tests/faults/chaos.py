@@ -2,9 +2,10 @@
 
     python -m tests.faults.chaos --points 200
 
-Half of the trainings are of a mixture, and half of a frozen base whose chunks both ranks share in one piece of memory.
-Each point kills one of two ranks with SIGKILL at the n-th call of a function of the library, in the training thread or
-in the one that saves, n drawn from a seed. The other rank must end with an error of its own; what was committed must be
+A third of the trainings are of a mixture, a third of a frozen base whose chunks both ranks share in one piece of memory,
+and a third of a mixture whose micro-batches pass each layer together. Each point kills one of two ranks with SIGKILL at
+the n-th call of a function of the library, in the training thread, in the one that saves or in those of micro-batches,
+n drawn from a seed. The other rank must end with an error of its own; what was committed must be
 there; and the same command, given again, must end in the state of the unbroken run, bit for bit. Nothing else is left:
 no process, no shared memory that one holds, and no file in /dev/shm.
 """
@@ -39,8 +40,9 @@ from tests.support.shared_memory import abandoned, holders, sessions_of
 from tests.support.train_cases import last_state, settings_of, written
 
 RANKS = 2
-KINDS = ("mixture", "shared")
-SAVING = "elixir-save"
+KINDS = ("mixture", "shared", "passes")
+THREADS = {"MainThread": "training", "elixir-save": "saving", "micro-batch": "micro-batches"}
+"""{how names of threads begin: what they are called here}."""
 _TIMEOUT_SECONDS = 180
 _SHARED = "shared.txt"
 """Inodes of the memory that ranks have shared."""
@@ -53,7 +55,7 @@ class Point:
 
     rank: int
     thread: str
-    """Training, or saving."""
+    """A value of `THREADS`."""
     call: int
     """At this call of a function of the library in that thread, counted from the first step on."""
 
@@ -76,6 +78,10 @@ def config_of(out: Path, kind: str) -> Any:
     }
     if kind == "mixture":
         return settings_of(out, model={"n_layers": 1, "experts": [4], "ep": [2], "seq_len": 8}, **sections)
+    if kind == "passes":
+        sections["run"] |= {"global_batch": 8, "accumulation": 2}
+        sections["plan"] = {"kind": "offload", "rcache_blocks": 5, "chunk_numel": 3000, "batches_per_pass": 2}
+        return settings_of(out, model={"n_layers": 4, "experts": [0, 0, 4, 0], "ep": [1, 1, 2, 1]}, **sections)
     sections["plan"] = {"kind": "offload", "rcache_blocks": 4, "shared_frozen": True}
     return settings_of(out, model={"n_layers": 1, "experts": [], "ep": [], "residual": False, "seq_len": 8}, **sections)
 
@@ -85,7 +91,7 @@ class Counter:
 
     def __init__(self, point: Point | None) -> None:
         self._point = point
-        self.calls = {"training": 0, "saving": 0}
+        self.calls = dict.fromkeys(THREADS.values(), 0)
 
     def start(self) -> None:
         sys.setprofile(self._note)
@@ -95,8 +101,8 @@ class Counter:
         if event != "call" or not frame.f_code.co_filename.startswith(_LIBRARY):
             return
         name = threading.current_thread().name
-        kind = "training" if name == "MainThread" else "saving" if name.startswith(SAVING) else ""
-        if kind:
+        kind = next((kind for begins, kind in THREADS.items() if name.startswith(begins)), None)
+        if kind is not None:
             self.calls[kind] += 1
             point = self._point
             if point is not None and point.thread == kind and self.calls[kind] == point.call:
@@ -175,6 +181,7 @@ class Sweep:
         assert start(directory / "whole", None, counts) == [0, 0], (directory / "said-0.txt").read_text()
         self.calls = dict(counts.get() for _ in range(RANKS))
         assert (directory / _SHARED).exists() == (kind == "shared")
+        assert all((calls["micro-batches"] > 0) == (kind == "passes") for calls in self.calls.values())
         self._nothing_left("the unbroken run")
         self._state, self._metrics = last_state(directory / "whole"), written(directory / "whole")["metrics"]
 
@@ -191,10 +198,11 @@ class Sweep:
         assert not (files := abandoned(self._named)), f"{where}: {files} are left in /dev/shm"
 
     def points(self, number: int, seed: int) -> Iterator[Point]:
-        """Half of them in each thread."""
+        """As many in each kind of thread."""
         generator = random.Random(seed)
+        threads = [thread for thread, calls in self.calls[0].items() if calls]
         for i in range(number):
-            rank, thread = generator.randrange(RANKS), ("training", "saving")[i % 2]
+            rank, thread = generator.randrange(RANKS), threads[i % len(threads)]
             yield Point(rank, thread, generator.randint(1, self.calls[rank][thread]))
 
     def check(self, number: int, point: Point) -> str:
@@ -233,7 +241,7 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this point alone")
-    parser.add_argument("--kind", choices=KINDS, help="of training; by default half of the points each")
+    parser.add_argument("--kind", choices=KINDS, help="of training; by default as many points of each")
     options = parser.parse_args(arguments)
     outcomes: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -12,8 +12,11 @@ import torch
 import transformers
 
 import elixir_moe as em
+from elixir_moe.ext.models import SCHEMES, packed_parameters
 from elixir_tools.cli.main import main
+from elixir_tools.models.lora import Lora
 from elixir_tools.names import PLANS
+from elixir_tools.verify.cases import huggingface
 from elixir_tools.verify.plans import asked
 from elixir_tools.verify.shrink import changes, shrunk, without_noise
 from elixir_tools.verify.training import labels_counted
@@ -196,6 +199,25 @@ def test_shrinking_keeps_the_kind() -> None:
     assert (small["attention_dropout"], small["max_position_embeddings"]) == (0.0, 4096)
     assert "num_hidden_layers 30 -> 3" in list(changes(config, small))
     assert list(changes(small, without_noise(shrunk(small)))) == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"intermediate_size": 14336, "num_key_value_heads": 8}),
+        ("qwen3_moe", {"head_dim": 128, "moe_intermediate_size": 768, "intermediate_size": 6144}),
+        ("deepseek_v3", {"num_attention_heads": 128}),
+    ],
+)
+def test_a_shrunk_model_can_be_quantized(kind: str, config: dict[str, Any], scheme: str, tmp_path: Path) -> None:
+    config = {"hidden_size": 4096, "num_attention_heads": 32, **config}
+    transformers.AutoConfig.for_model(kind, **config).save_pretrained(tmp_path)
+    lora = Lora.parse("r=4,targets=o_proj")
+    source = huggingface(str(tmp_path), shrink=True, quantized=scheme, lora=lora, rows=2, length=8)
+    with torch.device("meta"):
+        model = source.prepared(source.base(), under_plan=True)
+    assert any("o_proj" in name for name, *_ in packed_parameters(model))
 
 
 @pytest.mark.parametrize(
