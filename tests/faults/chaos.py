@@ -2,10 +2,10 @@
 
     python -m tests.faults.chaos --points 200
 
-A third of the trainings are of a mixture, a third of a frozen base whose chunks both ranks share in one piece of memory,
-and a third of a mixture whose micro-batches pass each layer together. Each point kills one of two ranks with SIGKILL at
-the n-th call of a function of the library, in the training thread, in the one that saves or in those of micro-batches,
-n drawn from a seed. The other rank must end with an error of its own; what was committed must be
+A third of the trainings are of a mixture, a third of a frozen base whose chunks both ranks share in one piece of
+memory, and a third of a mixture whose micro-batches pass each layer together. Each point kills one of two ranks with
+SIGKILL at the n-th call of a function of the library, in the training thread, in the one that saves or in those of
+micro-batches, n drawn from a seed. The other rank must end with an error of its own; what was committed must be
 there; and the same command, given again, must end in the state of the unbroken run, bit for bit. Nothing else is left:
 no process, no shared memory that one holds, and no file in /dev/shm.
 """
