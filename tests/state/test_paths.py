@@ -15,11 +15,8 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.planner.hardware import Hardware
-from elixir_moe.runtime.writes import Writes
-from elixir_moe.state.checkpoint.save import Saving
 from elixir_moe.state.checkpoint.storage import MANIFEST
 from elixir_moe.state.marked import partial_of
-from tests.memory.test_gate import Ended, Read
 from tests.support.checkpoint_cases import assert_same, full_disk
 
 OFFLOAD = em.Plan.offload(rcache_blocks=2)
@@ -188,28 +185,3 @@ def shipped() -> list[str]:
     """Names of machines that ship with the package."""
     folder = Path(em.__file__).parent / "planner" / "machines"
     return sorted(path.stem for path in folder.glob("*.json"))
-
-
-def test_a_save_is_waited_for_as_far_as_is_asked() -> None:
-    future, copied = Ended(), Read()
-    saving = Saving(Path("saved"), Mock(), future, copied)
-    future.waits = 0
-    saving.wait_for_copy()
-    assert (future.waits, copied.waits) == (0, 1)
-    saving.join()
-    assert (future.waits, copied.waits) == (1, 1)
-
-
-def test_a_load_writes_when_shared_memory_has_been_read(tmp_path: Path) -> None:
-    model, optimizer = wrapped()
-    em.save(tmp_path / "saved", model, optimizer)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found = []
-    finish = Mock(side_effect=lambda: found.append(em.full_state_dict(model)))
-    with patch.object(Writes, "finish_shared_reads", finish):
-        em.load(tmp_path / "saved", model, optimizer)
-    assert [value.any().item() for value in found[0].values()] == [False, False]
-    assert em.full_state_dict(model)["weight"].any()
-    optimizer.close()

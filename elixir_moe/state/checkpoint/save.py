@@ -379,7 +379,6 @@ def _facts(
             f"all ranks: save em.full_state_dict(model) of each stage instead"
         )
     wrapped.scheduler.writes.keep_all()
-    wrapped.scheduler.reductions.drain()
     encoded, buffers = encode(extra, "extra"), buffers_of(model)
     fixed = {}
     if dist.get_rank() == 0:
