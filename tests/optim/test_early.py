@@ -21,6 +21,7 @@ from elixir_moe.optim.early import EarlyUpdates, _Begun
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.phase import Phase
 from tests.memory.test_gate import Ended
+from tests.memory.test_shards import gradient, shard_of
 from tests.support.every import every
 from tests.support.ranks import RankPool
 
@@ -412,3 +413,15 @@ def test_an_update_is_withdrawn_when_nobody_reads_its_gradient_any_more() -> Non
     assert updates.withdraw() == 0
     assert done.cancelled()
     assert prepared.waits == 1
+
+
+def test_an_update_that_has_begun_keeps_readers_out() -> None:
+    shard, phase = shard_of(torch.float32), Phase()
+    shard.add_gradient(gradient(torch.float32, 0), 1.0)
+    scheduler = cast(Any, SimpleNamespace(phase=phase, reductions=SimpleNamespace(used={(0, 0)})))
+    thread = cast(Any, SimpleNamespace(submit=lambda *_: Future()))
+    updates = EarlyUpdates(scheduler, cast(Any, None), {}, [], thread)
+    chunk = cast(Any, SimpleNamespace(spec=shard.spec, shard=shard, parameters=[None], squares=None))
+    updates._begin(chunk, lambda: None, 1.0)
+    assert list(phase.early) == [0]
+    assert shard._gate.has_update

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -417,6 +418,15 @@ def test_an_interrupt_anywhere_is_given_up(points: int) -> None:
         em.accumulate(model, loss_of, batches)
         assert optimizer.clip_grad_norm_(float("inf")).item() == wanted, interrupt.where
         optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_forwards_that_an_interrupt_has_left_end_before_their_step_is_given_up() -> None:
+    _, optimizer = wrap(Tied("non-reentrant", layers=2), PLANS["offload"])
+    optimizer._hooks._turns = turns = Mock()
+    optimizer._hooks.reset()
+    turns.end.assert_called_once()
     optimizer.close()
 
 

@@ -65,6 +65,15 @@ def test_a_change_of_mode_waits_for_a_save() -> None:
     optimizer.close()
 
 
+def test_a_step_counts_in_the_groups_of_the_user() -> None:
+    model, optimizer, _ = wrapped(ScheduleFree)
+    optimizer.train()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert [group["k"] for group in optimizer.param_groups] == [1]
+    optimizer.close()
+
+
 def clip(model: nn.Module, optimizer: ShardedOptimizer, under_way: Callable[[], None]) -> None:
     under_way()
     optimizer.clip_grad_norm_(1.0)
