@@ -216,6 +216,17 @@ def test_the_weights_of_a_part_that_ran_again_go_with_its_last_gradient() -> Non
     ]
 
 
+def test_a_gradient_of_what_forward_did_not_use_is_reduced_at_the_end() -> None:
+    parts = [part(), part(0, parent=0), part(1, parent=0)]
+    events = [
+        *ran(0, ran(1)),
+        StepEvent(REACH, 1),
+        StepEvent(ACCUMULATE, params=(1,)),
+        StepEvent(ACCUMULATE, params=(0,)),
+    ]
+    assert lines(parts, events, layout_of([0, 1]))[-3:] == ["acquire (0)", "release (0)", "release (1)"]
+
+
 def test_a_recomputed_region_is_held_until_its_backward_is_done() -> None:
     parts, layout = [part(number) for number in range(3)], layout_of([0, 1, 2])
     forward = [event for number in range(3) for event in ran(number)]
