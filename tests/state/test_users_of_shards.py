@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.shard_state import ShardState
+from elixir_moe.optim.muon_update import MuonUpdate
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.runtime.writes import Writes
 from elixir_moe.state.checkpoint.save import Saving
@@ -72,6 +75,17 @@ def test_a_step_counts_in_the_groups_of_the_user() -> None:
     optimizer.step()
     assert [group["k"] for group in optimizer.param_groups] == [1]
     optimizer.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_of_matrices_ends_when_no_slice_is_written_any_more(fails: bool) -> None:
+    slices = Ended(error=OSError("full") if fails else None), Ended()
+    chunk: Any = SimpleNamespace(spec=SimpleNamespace(index=0), shard=SimpleNamespace(change=lambda *_: slices))
+    update = MuonUpdate([], [], cast(Any, None))
+    with pytest.raises(OSError, match="full") if fails else nullcontext():
+        update._change(chunk, lambda *_: None)
+    assert all(each.waits for each in slices)
+    assert fails or [each.waits for each in slices] == [2, 2], "for its end, and for its error"
 
 
 def clip(model: nn.Module, optimizer: ShardedOptimizer, under_way: Callable[[], None]) -> None:
