@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,35 +136,30 @@ def test_every_layout_and_plan(
         run("the least offload", em.Plan.offload(rcache_blocks=1, device_chunks=index % 4, chunk_numel=chunk))
 
 
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        pytest.param(
-            world,
-            case,
-            id=f"{world}-{i}",
-            marks=[pytest.mark.slow] if (world, i) not in ((1, 1), (2, 5), (4, 0)) else [],
-        )
-        for world, cases in CASES.items()
-        for i, case in enumerate(cases)
-    ],
-)
+TOGETHER = {f"{world}-{i}": (world, case) for world, cases in CASES.items() for i, case in enumerate(cases)}
+TOGETHER_PLANS = {
+    "zero3": partial(em.Plan.zero3, rcache_blocks=1),
+    "offload": partial(em.Plan.offload, rcache_blocks=1),
+}
+QUICK_TOGETHER = [("1-1", "offload"), ("2-5", "zero3"), ("2-5", "offload"), ("4-0", "zero3")]
+
+
+@pytest.mark.parametrize(("name", "plan"), with_further(product(TOGETHER, TOGETHER_PLANS), QUICK_TOGETHER))
 def test_batches_that_pass_each_layer_together(
-    world: int, case: Case, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
+    name: str, plan: str, ranks: Ranks, oracle: Callable[..., dict[str, Any]]
 ) -> None:
+    world, case = TOGETHER[name]
     if case.grouped and not LEGACY_GROUPED:
         pytest.skip("this Megatron-core has no GroupedMLP")
     chunk = CHUNK * 2 if case.gated or case.shared_expert or case.grouped else CHUNK
     loop = 3, 0.5
     wanted = oracle(case, *loop, world // case.tp if case.aux else 1)
-    for plan in (
-        em.Plan.zero3(rcache_blocks=1, chunk_numel=chunk),
-        em.Plan.offload(rcache_blocks=1, chunk_numel=chunk),
-    ):
-        found = ranks(world).run(wrapped, case, plan, *loop, wanted["start"], at_once=True)
-        for rank, result in enumerate(found):
-            compare(result, wanted, f"world {world} {case} {plan} rank {rank}")
-            assert result["statistics"]["blocks_replaced"] == 0
+    found = ranks(world).run(
+        wrapped, case, TOGETHER_PLANS[plan](chunk_numel=chunk), *loop, wanted["start"], at_once=True
+    )
+    for rank, result in enumerate(found):
+        compare(result, wanted, f"{name} {case} {plan} rank {rank}")
+        assert result["statistics"]["blocks_replaced"] == 0
 
 
 TE_GROUPED = {

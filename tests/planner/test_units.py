@@ -6,6 +6,7 @@ The models are without data, by their published configurations; the units are na
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from elixir_tools.models.adapters import adapted
 from elixir_tools.models.config import Checkpoint, GPTConfig
 from elixir_tools.models.gpt import GPT, lm_loss
 from elixir_tools.models.lora import Lora
+from tests.support.cases import with_further
 
 PRESETS = {"zero3": Plan.zero3(), "offload": Plan.offload()}
 MACHINE = "a100-80g-pcie-x4"
@@ -174,16 +176,18 @@ def test_layers_longer_than_a_chunk_are_no_more_units_where_nothing_is_recompute
         assert len(case.units(whole)) == len(case.units(filled)) == units_moved(case.profile.parts, whole), preset
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen", "gpt2"])
-def test_a_layer_is_a_unit_under_the_plan_that_is_found(name: str) -> None:
+SEARCHES = list(product(["llama", "qwen", "gpt2"], [24, 80]))
+"""(model, GiB of a GPU)."""
+
+
+@pytest.mark.parametrize(("name", "memory"), with_further(SEARCHES, [*SEARCHES[:2], ("qwen", 80), ("gpt2", 24)]))
+def test_a_layer_is_a_unit_under_the_plan_that_is_found(name: str, memory: int) -> None:
     case = CASES[name]()
-    hardware = Hardware.named(MACHINE)
-    for memory in (24, 80):
-        task = Task(
-            profile=case.profile,
-            hardware=hardware,
-            gpus=RANKS,
-            capacity_bytes=memory * 2**30,
-            host_bytes=400 * 2**30,
-        )
-        assert case.units(solve(task).layout) == case.expected
+    task = Task(
+        profile=case.profile,
+        hardware=Hardware.named(MACHINE),
+        gpus=RANKS,
+        capacity_bytes=memory * 2**30,
+        host_bytes=400 * 2**30,
+    )
+    assert case.units(solve(task).layout) == case.expected

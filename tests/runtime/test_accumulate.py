@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import elixir_moe as em
 from tests.runtime.test_interrupts import Interrupt, restore_torch
 from tests.runtime.test_parity import config_of
-from tests.support.cases import placed, rounds_asked
+from tests.support.cases import every_pair, placed, rounds_asked
 from tests.support.every import every
 from tests.support.parity import compare, plain, wrapped
 from tests.support.ranks import RankPool
@@ -143,25 +144,32 @@ def trained(model: nn.Module, plan: em.Plan | None, rank: int = 0, world: int = 
     return found
 
 
-def all_trained(kind: str, names: list[str]) -> list[dict[str, Any]]:
-    """`trained` under some plans on this rank."""
+def trained_here(kind: str, name: str) -> dict[str, Any]:
+    """`trained` under a plan on this rank."""
     mesh = em.init_mesh(device_type="cpu")
-    return [trained(Tied(kind), PLANS[name], mesh.get_local_rank("dp"), mesh.size(0)) for name in names]
+    return trained(Tied(kind), PLANS[name], mesh.get_local_rank("dp"), mesh.size(0))
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_plan_and_checkpoint_as_plain_torch(kind: str, world: int, ranks: Ranks) -> None:
+@cache
+def trained_plainly(kind: str, world: int) -> dict[str, Any]:
+    """`trained` by plain torch, for all plans."""
+    return trained(Tied(kind), None, world=world)
+
+
+FOUR_RANKS = [pytest.param(kind, name, 4, marks=pytest.mark.slow) for kind in KINDS for name in PLANS]
+
+
+@pytest.mark.parametrize(("kind", "name", "world"), [*every_pair(KINDS, PLANS, (1, 2)), *FOUR_RANKS])
+def test_every_plan_and_checkpoint_as_plain_torch(kind: str, name: str, world: int, ranks: Ranks) -> None:
     """fp32: a sum of at most six gradients of up to 1 in another order differs by some ulps of 6e-8."""
-    wanted = trained(Tied(kind), None, world=world)
-    for rank, by_plan in enumerate(ranks(world).run(all_trained, kind, list(PLANS))):
-        for name, found in zip(PLANS, by_plan, strict=True):
-            first = slice(3 * rank, 3 * rank + 3)
-            if world == 1:
-                assert every(map(torch.equal, found["losses"][:3], wanted["losses"][first])), name
-            torch.testing.assert_close(found["norms"], wanted["norms"], rtol=1e-5, atol=0)
-            for key, value in wanted["state"].items():
-                assert (found["state"][key] - value).abs().max() < 2e-6, (name, key)
+    wanted = trained_plainly(kind, world)
+    for rank, found in enumerate(ranks(world).run(trained_here, kind, name)):
+        first = slice(3 * rank, 3 * rank + 3)
+        if world == 1:
+            assert every(map(torch.equal, found["losses"][:3], wanted["losses"][first]))
+        torch.testing.assert_close(found["norms"], wanted["norms"], rtol=1e-5, atol=0)
+        for key, value in wanted["state"].items():
+            assert (found["state"][key] - value).abs().max() < 2e-6, key
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ PLANS = {
     "values on disk": em.Plan.offload(rcache_blocks=3, disk_chunks=3, chunk_numel=800, disk=DISK, values_on_disk=True),
 }
 CASES = [
-    pytest.param(name, dtype, 24, marks=[pytest.mark.slow] if name in ("zero2", "zero3") else [])
+    pytest.param(name, dtype, 12, marks=[pytest.mark.slow] if name in ("zero2", "zero3") else [])
     for name in PLANS
     for dtype in (torch.float32, torch.bfloat16)
 ]

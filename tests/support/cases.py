@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -23,6 +24,17 @@ def with_further(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         return pytest.param(*values, marks=[] if case in quick else further)
 
     return [one(case) for case in cases]
+
+
+def every_pair(*options: Iterable[Any]) -> list[Any]:
+    """All combinations of options; quick are as many as it takes for every two values of two options to meet."""
+    cases = list(product(*map(list, options)))
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    unmet, quick = set().union(*pairs.values()), []
+    while unmet:
+        quick.append(max(cases, key=lambda case: len(pairs[case] & unmet)))
+        unmet -= pairs[quick[-1]]
+    return with_further(cases, quick)
 
 
 def worlds_in_turn(names: Iterable[str], quick: Collection[str] | None = None) -> list[Any]:
