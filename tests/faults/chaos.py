@@ -36,6 +36,7 @@ from elixir_tools.models.gpt import GPT
 from elixir_tools.train import trainer
 from elixir_tools.train.trainer import Trainer
 from tests.support.checkpoint_cases import assert_same
+from tests.support.every import every
 from tests.support.shared_memory import abandoned, holders, sessions_of
 from tests.support.train_cases import last_state, settings_of, written
 
@@ -181,7 +182,7 @@ class Sweep:
         assert start(directory / "whole", None, counts) == [0, 0], (directory / "said-0.txt").read_text()
         self.calls = dict(counts.get() for _ in range(RANKS))
         assert (directory / _SHARED).exists() == (kind == "shared")
-        assert all((calls["micro-batches"] > 0) == (kind == "passes") for calls in self.calls.values())
+        assert every((calls["micro-batches"] > 0) == (kind == "passes") for calls in self.calls.values())
         self._nothing_left("the unbroken run")
         self._state, self._metrics = last_state(directory / "whole"), written(directory / "whole")["metrics"]
 
