@@ -30,6 +30,11 @@ UNSEEN = {
     ("elixir_moe.memory.host_sums", "self._given += 1"): "three buffers are taken in turn by ones and by twos",
     ("elixir_moe.runtime.reductions", "self._streams.enter_compute()"): "autograd orders the end of a backward itself",
     ("elixir_moe.optim.muon_update", "chunk.shard.finish_sum()"): "whoever reads the gradient waits, too",
+    ("elixir_moe.runtime.reductions", "self.issued += 1"): "only whether it has changed counts",
+    (
+        "elixir_moe.runtime.whole_updates",
+        "block.vacate(self._streams.all_compute())",
+    ): "the end of a step orders all fetches behind compute",
     ("elixir_moe.chunks.cache_policy", "self._clock += 1"): "only the order of its numbers counts",
     ("elixir_moe.chunks.step_machine", "self.clock += 1"): "only the order of its numbers counts",
     (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -403,3 +403,23 @@ def test_a_look_may_be_compared_on_another_stream() -> None:
             torch.full((1,), 5, device=NAME)
             side.synchronize()
         assert writes.unseen() is None
+
+
+@on_device()
+def test_a_late_gradient_takes_the_place_of_values_that_all_compute_has_used() -> None:
+    streams, _, side = a_step()
+    values, others = ones(), MagicMock()
+    gradients: Any = SimpleNamespace(waiting=[(torch.zeros(1000, device=NAME), None)], reduction=None)
+    weights: Any = SimpleNamespace(holds=0, chunk=SimpleNamespace(shard=SimpleNamespace(tier=Tier.DEVICE)))
+    reductions = Reductions(
+        [weights], [gradients], others, others, None, None, streams, Statistics(), Phase(), others, others
+    )
+    torch.accelerator.synchronize()
+    with delayed(0, 0), patch.object(reductions, "_add_reduced", lambda _, reduced, squares: values.copy_(reduced)):
+        make_late(side)
+        with side:
+            streams.enter_compute()
+            read = values * 2
+        reductions.add_waiting(0)
+        with side:
+            assert read.cpu()[0].item() == 2

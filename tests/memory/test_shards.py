@@ -659,3 +659,14 @@ def test_a_frozen_chunk_is_page_locked_when_its_weights_are_in(locking: Locking)
         shard.lock()
     assert locking.locked == [128, 128, 128]
     assert every(bool(shard.values().eq(1).all()) for shard in shards)
+
+
+def test_a_block_that_nobody_reads_need_not_wait_for_later_compute(weights: Weights) -> None:
+    """Else a fetch into it would begin when all compute has ended."""
+    blocks = mock.Mock(own={})
+    gathers = Scheduler([weights.chunk], CacheState(0), blocks, None, Streams(CPU), Statistics()).gathers
+    block = gather(gathers._weights[0])
+    gathers._reshard(gathers._weights[0])
+    waited: list[bool] = []
+    block.claim(weights.chunk.spec, lambda: waited.append(True))
+    assert not waited

@@ -33,6 +33,8 @@ def test_gradients_get_the_blocks_that_the_plan_has_for_them(apart: bool) -> Non
     reductions = reductions_of(blocks, gathers)
     reductions.apart = apart
     assert [reductions._has_block(MagicMock()) for _ in range(4)] == [True, True, not apart, False]
+    reductions._leave_block(MagicMock(), Work())
+    assert [reductions._has_block(MagicMock()) for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
