@@ -24,6 +24,7 @@ from elixir_moe.state.checkpoint.tensors import FileImage
 from tests.memory.test_gate import Ended, Read
 from tests.optim.test_modes import ScheduleFree
 from tests.support.checkpoint_cases import full_disk
+from tests.support.every import every
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +85,7 @@ def test_an_update_of_matrices_ends_when_no_slice_is_written_any_more(fails: boo
     update = MuonUpdate([], [], cast(Any, None))
     with pytest.raises(OSError, match="full") if fails else nullcontext():
         update._change(chunk, lambda *_: None)
-    assert all(each.waits for each in slices)
+    assert every(each.waits for each in slices)
     assert fails or [each.waits for each in slices] == [2, 2], "for its end, and for its error"
 
 
@@ -126,7 +127,7 @@ def test_a_load_waits_for_a_save_that_an_interrupt_has_made_forgotten(tmp_path: 
     em.save(tmp_path / "saved", model, optimizer)
     reads = being_saved(shards)
     em.load(tmp_path / "saved", model, optimizer)
-    assert all(read.waits for read in reads)
+    assert every(read.waits for read in reads)
     optimizer.close()
 
 
