@@ -681,10 +681,15 @@ class Given(nn.Module):
 
     def forward(self, step: int) -> Tensor:
         total = self.shift.sum()
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number))
-            total = total + (getattr(self, name) * self.cut(name, gradient)).sum()
+        for name in SHAPES:
+            weight = getattr(self, name)
+            total = total + (weight * self.cut(name, gradient_of(name, step)).to(weight)).sum()
         return total
+
+
+def gradient_of(name: str, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + list(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=generator)
 
 
 def given_optimizers(model: Any) -> tuple[em.Muon, torch.optim.Optimizer]:
