@@ -1,9 +1,11 @@
 """Several optimizers as one: Muon for matrices, and an elementwise optimizer for all other parameters.
 
-Owns `Joined`, which `wrap` makes of a sequence of optimizers, and the questions about its members. Never steps.
+Owns `Joined`, which `wrap` makes of a sequence of optimizers, and the questions about its members. Steps a plain model;
+never a wrapped one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +31,17 @@ class Joined(torch.optim.Optimizer):
         for member in members:
             self._optimizer_step_pre_hooks.update(member._optimizer_step_pre_hooks)
             self._optimizer_step_post_hooks.update(member._optimizer_step_post_hooks)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Steps each member."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+            self.state.update(member.state)
+        return loss
 
 
 def join(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ trains.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -43,8 +43,8 @@ class TestCase:
     """The loss of a batch."""
     sample: Callable[[], Any]
     """Draws a batch with all rows of a micro-batch from torch's generator."""
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
-    """Makes the optimizer of both runs; None is AdamW, for which the tolerances are derived."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]] | None = None
+    """Makes the optimizer of both runs, or several as for `wrap`. None is AdamW; tolerances are derived for it."""
 
 
 class Source(Protocol):

@@ -25,6 +25,7 @@ from elixir_moe.errors import ConfigError
 from elixir_moe.ext.checkpoints import Whole, read_manifest
 from elixir_moe.ext.hf import base_of, has_own_adapters, is_peft_model
 from elixir_moe.ext.models import SCALES, packed_parameters, persistent_buffers, tree_leaves, tree_map
+from elixir_moe.ext.optimizers import join
 from elixir_moe.ext.ranks import gathered
 from elixir_tools.verify.cases import Source, TestCase, batch_of, own_loss, parts_of
 from elixir_tools.verify.plans import AskedPlan
@@ -688,7 +689,7 @@ def _outputs(case: TestCase, model: nn.Module, device: str = "cpu") -> Tensor:
 def optimizer_of(case: TestCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The case's own, or AdamW with two param_groups."""
     if case.optimizer is not None:
-        return case.optimizer(parameters)
+        return join(case.optimizer(parameters))
     trained = list(parameters)
     shared_out = [{"params": trained[i :: len(GROUPS)], **options} for i, options in enumerate(GROUPS)]
     return torch.optim.AdamW([group for group in shared_out if group["params"]])

@@ -761,3 +761,61 @@ def test_tiles_of_a_matrix_are_refused() -> None:
     em.tile(model, at_most=4096)
     with pytest.raises(ConfigError, match="is a tile of a matrix, and Muon updates whole matrices: train it with"):
         em.wrap(model, torch.optim.Muon(model.parameters()), plan=em.Plan.zero3())
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3", "offload"])
+def test_an_overflow_of_fp16_gradients_changes_nothing_and_small_updates_survive(plan: str) -> None:
+    """An update in bf16 takes the place of an fp16 gradient: it is too small for fp16 here, and would be zero."""
+    given = PLANS[plan] if plan == "ddp" else replace(PLANS[plan], rcache_blocks=8)
+    model = build()
+    model, optimizer = em.wrap(model, optimizers(model), plan=given, compute_dtype=torch.float16)
+    before = em.full_state_dict(model)
+    optimizer.scale(loss_of(model, rows(0, 0)) * float("inf")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert same_tensors(em.full_state_dict(model), before)
+    found, _ = trained(model, optimizer, range(STEPS), clip=1e-6)
+    optimizer.close()
+    wanted = plain(torch.float32, 1, 1e-6)
+    names = [name for name in before if "layers" in name and name.endswith("weight")]
+    for name in names:
+        moved = wanted[0][name] - before[name]
+        assert (found[0][name] - wanted[0][name]).norm() < 0.2 * moved.norm(), name
+
+
+class Frozen(nn.Module):
+    """Frozen layers, which stay gathered from one step to the next, between trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.trained = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for frozen, layer in zip(self.frozen, self.trained, strict=True):
+            x = torch.tanh(layer(torch.tanh(frozen(x))))
+        return x
+
+
+@pytest.mark.parametrize("blocks", [3, 5, "all"])
+def test_an_update_takes_the_block_of_a_frozen_chunk(blocks: Any) -> None:
+    given = torch.ones(4, 32)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    single, model = Frozen(), Frozen()
+    theirs, mine = (torch.optim.Muon(list(one.trained.parameters()), lr=0.02) for one in (single, model))
+    plan = em.Plan.offload(chunk_numel=1024, rcache_blocks=blocks)
+    model, optimizer = em.wrap(model, mine, plan=plan, sample=given, step=loss)
+    for number in range(STEPS):
+        loss(single, given + number).backward()
+        theirs.step()
+        theirs.zero_grad()
+        loss(model, given + number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_tensors(em.full_state_dict(model), single.state_dict()), number
+    optimizer.close()

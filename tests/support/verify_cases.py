@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import elixir_moe as em
 from elixir_tools.verify.cases import Named, TestCase
 
 E, D, ROWS = 4, 8, 4
@@ -112,6 +113,17 @@ class Orthogonal(torch.optim.Optimizer):
 def with_muon() -> Any:
     """Trained by an optimizer that looks at whole matrices."""
     return *sound(), Orthogonal
+
+
+def with_both() -> Any:
+    """Trained by the library's Muon where a parameter is a matrix or a stack of them, and by AdamW elsewhere."""
+
+    def both(parameters: Iterable[nn.Parameter]) -> tuple[torch.optim.Optimizer, ...]:
+        given = list(parameters)
+        matrices = [p for p in given if p.dim() > 1]
+        return em.Muon(matrices, lr=1e-3), torch.optim.AdamW([p for p in given if p.dim() < 2], lr=1e-3)
+
+    return *sound(), both
 
 
 def frozen_first() -> Case:

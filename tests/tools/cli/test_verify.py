@@ -88,6 +88,12 @@ def test_parameters_that_steps_do_not_use(capsys: pytest.CaptureFixture[str], ar
     assert code == 0, answer["first"]
 
 
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("disk", marks=pytest.mark.slow)])
+def test_muon_and_adamw_train_as_in_plain_torch(capsys: pytest.CaptureFixture[str], plan: str) -> None:
+    code, answer = verified(capsys, "--module", f"{CASES}:with_both", "--plan", plan)
+    assert code == 0, answer["first"]
+
+
 def test_a_fault_is_named_and_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = verified(capsys, "--module", f"{CASES}:scaled", "--plan", "offload")
     first = failed(answer)
