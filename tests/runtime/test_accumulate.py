@@ -271,6 +271,26 @@ def test_a_step_that_calls_each_layer() -> None:
     optimizer.close()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_compiled_blocks() -> None:
+    batches = batches_of(4)
+    oracle, model = Tied(layers=10), Tied(layers=10)
+    for batch in batches:
+        (loss_of(oracle, batch) / len(batches)).backward()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    model, optimizer = wrap(model, em.Plan.offload(rcache_blocks=4, chunk_numel=CHUNK))
+    before = em.full_state_dict(model)
+    em.accumulate(model, loss_of, batches)
+    assert model._elixir.passed_together
+    optimizer.step()
+    after = em.full_state_dict(model)
+    for name, p in oracle.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], p.grad, rtol=1e-4, atol=1e-6)
+    optimizer.close()
+
+
 @pytest.mark.parametrize(("name", "world"), [("zero3", 2), ("offload", 1), ("values on disk", 1)])
 def test_eight_batches_move_and_hold_what_one_does(name: str, world: int, ranks: Ranks) -> None:
     for one, eight, loop in ranks(world).run(all_moved, name, torch.bfloat16):
