@@ -13,6 +13,7 @@ import elixir_moe as em
 from elixir_moe.chunks.ledger import PAGE_BYTES, VALUES_BUFFERS
 from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk_values import ValuesElements, ValuesFile
+from tests.memory.test_gate import Ended
 from tests.support.adapter_cases import WIDTH, build
 from tests.support.cases import with_further
 from tests.support.every import same_tensors
@@ -80,6 +81,17 @@ def test_a_buffer_is_free_again_when_it_is_given_back(opened: Callable[..., Valu
     assert again is not None
     again.values()
     assert copied, "the copy has ended before the buffer is filled"
+
+
+def test_a_buffer_that_is_given_back_early_is_filled_no_more(opened: Callable[..., ValuesFile]) -> None:
+    place = opened().allocate(1, 0)
+    reading = place.begin()
+    assert reading is not None
+    reading.values()
+    running = Ended()
+    reading.requests.append(running)
+    place.give_back(Work())
+    assert running.waits == 1
 
 
 def test_a_flipped_bit_is_noticed_if_the_plan_verifies(opened: Callable[..., ValuesFile]) -> None:

@@ -22,6 +22,7 @@ from elixir_moe.distributed.collectives import Work
 from elixir_moe.memory.disk import DiskFile, DiskStore
 from elixir_moe.memory.disk_values import FullDiskShard, ValuesElements, ValuesFile, ValuesPlace
 from tests.chunks.test_plan import tiny_layout
+from tests.memory.test_gate import Ended
 from tests.support.cases import with_further
 from tests.support.every import same_tensors
 from tests.support.parity import trained
@@ -417,3 +418,12 @@ def test_a_reading_that_an_interrupt_cut_short_ends_before_the_next_one(tmp_path
     place.begin()
     assert cut.cancelled()
     values.close()
+
+
+def test_a_change_of_a_gradient_ends_when_no_slice_is_read_any_more() -> None:
+    slices = [Ended(error=OSError("full")), Ended(1.0)]
+    shard = mock.Mock(_slices=range(2))
+    shard._file.threads.submit.side_effect = slices
+    with pytest.raises(OSError, match="full"):
+        FullDiskShard._change_gradient(shard, lambda *_: None, replace=True)
+    assert slices[1].waits == 1
