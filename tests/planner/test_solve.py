@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -15,6 +16,7 @@ from elixir_moe.chunks.plan import Plan, size_bytes
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.solve import Task, price, shortage, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
@@ -29,12 +31,18 @@ Ranks = Callable[[int], RankPool]
 BATCH = torch.zeros(2, 17, dtype=torch.int64)
 
 
-def task(gpus: int, room: float, layers: int = 3, host: int = 1 << 40) -> Task:
-    """A small model with `room` of what it would take to hold all of it on the device."""
+@cache
+def profile_of(gpus: int, layers: int) -> Profile:
+    """What a trace finds of a small model."""
     config = GPTConfig(vocab_size=64, seq_len=16, n_layers=layers, d_model=16, n_heads=2, checkpoint="non_reentrant")
     with torch.device("meta"):
         model = GPT(config)
-    profile = trace(model, lm_loss, BATCH, world=gpus, compute_dtype=torch.bfloat16)
+    return trace(model, lm_loss, BATCH, world=gpus, compute_dtype=torch.bfloat16)
+
+
+def task(gpus: int, room: float, layers: int = 3, host: int = 1 << 40) -> Task:
+    """A small model with `room` of what it would take to hold all of it on the device."""
+    profile = profile_of(gpus, layers)
     hardware = Hardware.named("a100-80g-pcie-x4")
     plenty = Task(profile=profile, hardware=hardware, gpus=gpus, capacity_bytes=1 << 40, host_bytes=host)
     whole = price(plenty, Plan.zero2()).size.device_bytes

@@ -168,14 +168,20 @@ def trained_cut(scheme: str, folder: Path, plan: str, ep: int | None, tiled: boo
     return followed(*em.wrap(model, optimizer_of(model), plan=placed(PLANS[plan]), weights=folder))
 
 
+CUT = [(1, None, True), (2, 2, False), (2, 2, True), (4, 2, True), (4, 4, False)]
+QUICK_CUT = {
+    "fp8": [(1, None, True), (2, 2, False), (2, 2, True)],  # tiles, spread experts, tiles of spread experts
+    "mxfp4": [(1, None, True), (2, 2, True), (4, 4, False)],
+}
+
+
 @pytest.mark.parametrize(
-    ("world", "ep", "tiled"),
+    ("scheme", "world", "ep", "tiled"),
     with_further(
-        [(1, None, True), (2, 2, False), (2, 2, True), (4, 2, True), (4, 4, False)],
-        [(1, None, True), (2, 2, True), (4, 4, False)],  # tiles, tiles of spread experts, spread experts
+        [(scheme, *case) for scheme in QUICK_CUT for case in CUT],
+        [(scheme, *case) for scheme, cases in QUICK_CUT.items() for case in cases],
     ),
 )
-@pytest.mark.parametrize("scheme", ["fp8", "mxfp4"])
 def test_experts_that_are_spread_or_in_tiles_keep_the_bytes_of_the_files(
     scheme: str, world: int, ep: int | None, tiled: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
