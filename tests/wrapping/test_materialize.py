@@ -37,7 +37,10 @@ em.init_mesh(device_type="cpu")
 materialize._RETURN_BYTES = 64 << 20
 del (freed := [torch.zeros(24 << 20, dtype=torch.uint8)])[:]  # blocks of this size are no longer mapped one by one
 for count, rows in ((4, 8192), (64, 512)):
-    blocks = [nn.Linear(4096, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(count)]
+    undrawn = [nn.utils.skip_init(nn.Linear, 4096, rows, bias=False, dtype=torch.bfloat16) for _ in range(count)]
+    blocks = [block.requires_grad_(False) for block in undrawn]
+    for block in blocks:
+        block.weight.fill_(1)
     model = nn.Sequential(*blocks, nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model[-1].parameters())
     wrap = lambda: em.wrap(model, optimizer, plan=em.Plan.offload(rcache_blocks=2, chunk_numel=4096 * 8192))
