@@ -670,3 +670,31 @@ def test_a_block_that_nobody_reads_need_not_wait_for_later_compute(weights: Weig
     waited: list[bool] = []
     block.claim(weights.chunk.spec, lambda: waited.append(True))
     assert not waited
+
+
+def reshard(scheduler: Scheduler) -> None:
+    (weights,) = scheduler.gathers._weights
+    scheduler.gathers._reshard(weights)
+
+
+@pytest.mark.parametrize("leave", [reshard, Scheduler.reset])
+def test_a_reader_that_has_outlived_a_chunk_is_waited_for(leave: Callable[[Scheduler], None], chunk: Chunk) -> None:
+    scheduler = Scheduler([chunk], CacheState(0), mock.Mock(own={}), None, Streams(CPU), Statistics())
+    (weights,), waited = scheduler.gathers._weights, mock.Mock()
+    weights.block = Block(torch.zeros(chunk.spec.nbytes, dtype=torch.uint8), Statistics())
+    block = gather(weights)
+    view = chunk.parameters[0].detach()
+    leave(scheduler)
+    del view  # after it was read
+    block.claim(chunk.spec, waited)
+    waited.assert_called_once()
+
+
+def test_a_gather_ends_before_its_step_is_given_up(chunk: Chunk) -> None:
+    scheduler = Scheduler([chunk], CacheState(0), mock.Mock(own={}), None, Streams(CPU), Statistics())
+    (weights,), ended = scheduler.gathers._weights, mock.Mock()
+    gather(weights)
+    weights.gather = Work(finish=ended)
+    scheduler.phase.first = False
+    scheduler.reset()
+    ended.assert_called_once()
