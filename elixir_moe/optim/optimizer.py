@@ -34,7 +34,7 @@ from elixir_moe.optim.state import LastStep, OptimizerState
 from elixir_moe.optim.updates import Updates
 from elixir_moe.parallel.megatron import Routers
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, moved_since_wrap
+from elixir_moe.runtime.hooks import Hooks, gone_since_wrap, gradients_set_by_hand, moved_since_wrap
 from elixir_moe.runtime.param_access import refuse_copy
 from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
@@ -404,10 +404,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ):
             raise UsageError("amsgrad was turned on after wrap, which allocated no memory for it: turn it on before")
         if own:
-            raise UsageError(
-                f"parameter.grad was set by hand: {own[:8]}; only gradients from backward are used: call zero_grad(), "
-                f"and add the term to the loss"
-            )
+            raise UsageError(gradients_set_by_hand(own))
 
     def _update_chunk(self, chunk: Chunk, facts: Facts, skip: torch.Tensor | None) -> list[TrainedPiece]:
         """Updates a chunk, or begins to; returns the pieces whose steps were counted."""

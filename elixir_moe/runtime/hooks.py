@@ -374,6 +374,7 @@ class Hooks:
             self._suspend(number)
 
         self._phase.require(READABLE, "em.accumulate")
+        self._refuse_own_gradients()
         self._begin(len(forwards), predict)
         stack = self._stack
         try:
@@ -468,6 +469,8 @@ class Hooks:
         """Starts a backward from the point that forward left at number `left`, if none runs yet."""
         if self.machine.backward is not None or not in_backward():
             return
+        if not self._in_fp32:
+            self._refuse_own_gradients()
         self._phase.begin_backward()
         self._run_last()
         keep_graph = keeps_graph()
@@ -475,6 +478,13 @@ class Hooks:
         at_end_of_backward(self._end_backward)
         for index in self._stack.end_loans():  # the function whose backward runs first may have asked already
             self.machine.unpack(index, running_node)
+
+    def _refuse_own_gradients(self) -> None:
+        """Raises UsageError if user code has set a gradient, to which autograd would add."""
+        with DisableTorchFunctionSubclass():
+            own = [self._names[p] for p in self._slot_of if p.requires_grad and p.grad is not None]
+        if own:
+            raise UsageError(gradients_set_by_hand(own))
 
     def _run_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""
@@ -643,6 +653,14 @@ def moved_since_wrap(moved: Sequence[tuple[str, str]]) -> str:
     return (
         f"parameter {moved[0][0]!r} of wrap is at {moved[0][1]!r} now; {len(moved)} are tied, swapped or moved since: "
         f"tie, swap and move parameters and modules, and call apply_activation_checkpointing, before wrap"
+    )
+
+
+def gradients_set_by_hand(names: Sequence[str]) -> str:
+    """The error message for parameters whose ``grad`` is not from a backward."""
+    return (
+        f"parameter.grad was set by hand: {names[:8]}; only gradients from backward are used: call zero_grad(), and "
+        f"add the term to the loss"
     )
 
 

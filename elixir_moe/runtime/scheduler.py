@@ -62,7 +62,9 @@ class Scheduler:
             self.writes,
             agreement,
         )
-        self.whole_updates = WholeUpdates(self.gathers, blocks, staging, streams, statistics, communicators or {})
+        self.whole_updates = WholeUpdates(
+            self.gathers, blocks, staging, streams, statistics, self.phase, communicators or {}
+        )
         self.streams, self._blocks, self._staging = streams, blocks, staging
 
     @property

@@ -18,6 +18,7 @@ from elixir_moe.distributed.collectives import Communicator
 from elixir_moe.memory.blocks import Block, Blocks
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
+from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.spans import span
 
@@ -44,12 +45,13 @@ class WholeUpdates:
         staging: torch.Tensor | None,
         streams: Streams,
         statistics: Statistics,
+        phase: Phase,
         communicators: Mapping[tuple[int, ...], Communicator],
     ) -> None:
         """`communicators` are those of chunks and of slices of matrices, by their ranks."""
         self.communicators = communicators
         self._gathers, self._blocks, self._staging = gathers, blocks, staging
-        self._streams, self._statistics = streams, statistics
+        self._streams, self._statistics, self._phase = streams, statistics, phase
 
     def change(self, chunk: Chunk, own: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
         """Calls `change` on the gathered update, and puts this rank's part of the sum over the ranks in `own`.
@@ -70,7 +72,9 @@ class WholeUpdates:
             (chunk.own_part(whole) if spec.shards > 1 else whole).copy_(own)
             if spec.shards > 1:
                 self._count(chunk, "all_gather", wire)
-                chunk.communicator.all_gather(wire, spec.index, of=f"the update of {chunk.label}").wait()
+                what = f"the update of {chunk.label}"
+                with self._phase.issuing(what):
+                    chunk.communicator.all_gather(wire, spec.index, of=what).wait()
             change(whole)
             self._add(chunk, wire, own)
             block.vacate(self._streams.all_compute())
@@ -86,7 +90,9 @@ class WholeUpdates:
             communicator = self.communicators[ranks]
             slices = part.new_empty((len(ranks), *part.shape))
             slices[communicator.index].copy_(part)
-            communicator.all_gather(slices.view(-1), 0, of="the slices of a matrix").wait()
+            what = "the slices of a matrix"
+            with self._phase.issuing(what):
+                communicator.all_gather(slices.view(-1), 0, of=what).wait()
             part = torch.cat(list(slices), dim)
         return part
 
@@ -101,7 +107,8 @@ class WholeUpdates:
         if spec.shards == 1:
             if communicator.size > 1:
                 self._count(chunk, "all_reduce", update)
-            communicator.all_reduce(update, bring, of=what).wait()
+            with self._phase.issuing(what):
+                communicator.all_reduce(update, bring, of=what).wait()
             return
         self._count(chunk, "reduce_scatter", update)
         staging = None
@@ -109,7 +116,8 @@ class WholeUpdates:
             assert self._staging is not None
             numel = spec.numel if communicator.size > 2 else spec.shard_numel
             staging = self._staging[: numel * update.itemsize].view(update.dtype)
-        communicator.reduce_scatter(update, staging, bring, tag=spec.index, of=what).wait()
+        with self._phase.issuing(what):
+            communicator.reduce_scatter(update, staging, bring, tag=spec.index, of=what).wait()
 
     def _count(self, chunk: Chunk, kind: str, update: torch.Tensor) -> None:
         self._statistics.collective_bytes[chunk.group, kind] += update.nbytes * (1 + (kind == "all_reduce"))

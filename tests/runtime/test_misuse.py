@@ -91,6 +91,11 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
     with pytest.raises(em.UsageError, match=r"set by hand.*last\.bias.*call zero_grad"):
         optimizer.step()
     optimizer.zero_grad()
+    model.last.bias.grad = torch.ones(D)
+    for run in (lambda: backward(pair), lambda: em.accumulate(model, mean_square, [rows(), rows()])):
+        with pytest.raises(em.UsageError, match=r"set by hand.*last\.bias.*call zero_grad"):
+            run()
+    optimizer.zero_grad()
     backward(pair)
     optimizer.step()
 
