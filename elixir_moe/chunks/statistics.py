@@ -1,7 +1,7 @@
 """Counters of data movement.
 
 Owns the counters of a run; never moves data. Collectives count the bytes of the full chunk, as in the papers: an
-all-gather or a reduce-scatter of M parameters counts L_c * M, an all-reduce twice that.
+all-gather or a reduce-scatter of M parameters counts M times the bytes of an element as sent, an all-reduce twice that.
 """
 
 from collections import Counter

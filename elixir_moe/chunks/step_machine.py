@@ -389,8 +389,9 @@ class StepMachine:
                 self._actions.release_chunk(chunk)
 
     def accumulate(self, slot: ParamId) -> None:
-        """Records a complete gradient and takes it: autograd has summed it over all uses of the parameter.
+        """Records a gradient and takes it: autograd has summed it over all uses of the parameter.
 
+        In a pass of several micro-batches, it stays where autograd adds to it until the last of them brings its part.
         Nothing reads the weights of a unit any more whose last missing gradient this is.
         """
         if self.unpacked:

@@ -532,7 +532,7 @@ class Hooks:
         self.machine.reach(unit, entered, left)
 
     def accumulated(self, slot: ParamId) -> None:
-        """Takes a complete gradient: autograd has summed it over all uses of the parameter at `slot`."""
+        """Takes the gradient of the parameter at `slot`; in a pass, it may wait in `grad` until it is complete."""
         if self.machine.backward is None:
             self._begin_backward()
         self.machine.accumulate(slot)

@@ -1,7 +1,7 @@
 """The calls that may happen now: how far a model is in its step, what runs in it, and whether its ranks are together.
 
 Owns these states and their legal moves, the place of this rank in training, the chunks that were updated in backward,
-and every error that says "not now". Moves no data, and undoes nothing.
+and the errors of calls that come at the wrong time in a step. Moves no data, and undoes nothing.
 
     state      meaning                                                      next states
     READY      no gradient has been reduced since the last update           REDUCED, CLIPPED, LOST

@@ -7,7 +7,7 @@ updates (`optim`).
 
 On NCCL the shard gets the gradient when the reduction is issued, on gloo when it is waited for. The block is released
 when the reduction is issued, and filled again when it has ended. The step machine keeps the order, on which all ranks
-agree once a backward (`peers`). An update waits for all reductions.
+agree once a backward (`peers`). A step's update waits for all reductions, an early one (`optim.early`) for its chunk's.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """The chunks of one wrapped model on this rank, and what gathers and reductions do together.
 
 Owns the moves that concern both: the end of a hold, of a round, an update, a reset. `gathers`, `reductions` and, in an
-update, `whole_updates` issue every collective of a step, and nobody else does.
+update, `whole_updates` issue every collective on chunks, and nobody else does.
 """
 
 from collections.abc import Mapping, Sequence
