@@ -465,12 +465,15 @@ class Hooks:
         self._saved.check_current(updates)
         self._begin_backward(left)
 
-    def _begin_backward(self, left: int | None = None) -> None:
-        """Starts a backward from the point that forward left at number `left`, if none runs yet."""
+    def _begin_backward(self, left: int | None = None, *, brought: ParamId | None = None) -> None:
+        """Starts a backward from the point that forward left at number `left`, if none runs yet.
+
+        `brought` is the slot whose gradient it has brought already.
+        """
         if self.machine.backward is not None or not in_backward():
             return
         if not self._in_fp32:
-            self._refuse_own_gradients()
+            self._refuse_own_gradients(but=brought)
         self._phase.begin_backward()
         self._run_last()
         keep_graph = keeps_graph()
@@ -479,10 +482,11 @@ class Hooks:
         for index in self._stack.end_loans():  # the function whose backward runs first may have asked already
             self.machine.unpack(index, running_node)
 
-    def _refuse_own_gradients(self) -> None:
+    def _refuse_own_gradients(self, *, but: ParamId | None = None) -> None:
         """Raises UsageError if user code has set a gradient, to which autograd would add."""
         with DisableTorchFunctionSubclass():
-            own = [self._names[p] for p in self._slot_of if p.requires_grad and p.grad is not None]
+            found = [p for p, slot in self._slot_of.items() if p.grad is not None and p.requires_grad and slot != but]
+            own = [self._names[p] for p in found]
         if own:
             raise UsageError(gradients_set_by_hand(own))
 
@@ -534,7 +538,7 @@ class Hooks:
     def accumulated(self, slot: ParamId) -> None:
         """Takes the gradient of the parameter at `slot`; in a pass, it may wait in `grad` until it is complete."""
         if self.machine.backward is None:
-            self._begin_backward()
+            self._begin_backward(brought=slot)
         self.machine.accumulate(slot)
 
     def _accept_gradient(self, slot: ParamId) -> None:
