@@ -9,8 +9,9 @@ backward, and each gradient is reduced once.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -135,8 +136,8 @@ def _losses(
             exchange_states(outside)
     around = _surroundings(wrapped.scheduler.chunks[0].device)
     outside = {}
-    code = getattr(step, "__code__", type(step))
-    watch = None if code in wrapped.passed_together else _Watch(model)
+    kind = _kind_of(step)
+    watch = None if kind in wrapped.passed_together else _Watch(model)
 
     def forward(batch: Any) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -165,8 +166,25 @@ def _losses(
         losses = wrapped.hooks.run_in_turns([forward(batch) for batch in batches], predict, resume, suspend)
     finally:
         exchange_states(outside)
-    wrapped.passed_together.add(code)
+    wrapped.passed_together.add(kind)
     return losses
+
+
+def _kind_of(step: Callable[..., Any]) -> Hashable:
+    """The code of a step with the functions and switches that it was made with, or else the callable itself."""
+    if isinstance(step, partial):
+        return _kind_of(step.func), *map(_kind_of_bound, (*step.args, *step.keywords.values()))
+    code = getattr(step, "__code__", None)
+    if code is None:
+        return step if isinstance(step, Hashable) else type(step)
+    return code, *(_kind_of_bound(cell.cell_contents) for cell in getattr(step, "__closure__", None) or ())
+
+
+def _kind_of_bound(value: object) -> Hashable:
+    if isinstance(value, (bool, str)):
+        return value
+    kind: Hashable = getattr(value, "__code__", None) or type(value).__qualname__
+    return kind
 
 
 def _can_take_turns() -> bool:

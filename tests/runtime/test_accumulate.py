@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -487,6 +487,42 @@ def test_a_module_that_keeps_a_tensor_is_refused(graph: bool, buffer: bool, clea
         with pytest.raises(em.UsageError, match="the step changes 'kept' of module '' while another batch"):
             em.accumulate(model, loss_of, batches_of(2))
         optimizer.zero_grad()
+    optimizer.close()
+
+
+class Switched(Keeps):
+    """Keeps a tensor of its batch where the step says so."""
+
+    def forward(self, ids: Tensor, keep: bool = False) -> Tensor:
+        return super().forward(ids) if keep else Tied.forward(self, ids)
+
+
+def switched(model: nn.Module, ids: Tensor, keep: bool) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1], keep).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def of_factory(keep: bool) -> Callable[..., Tensor]:
+    return lambda model, ids: switched(model, ids, keep)
+
+
+class Step:
+    """A step that is an object."""
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
+
+    def __call__(self, model: nn.Module, ids: Tensor) -> Tensor:
+        return switched(model, ids, self.keep)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("make", [lambda keep: partial(switched, keep=keep), of_factory, Step])
+def test_each_step_is_looked_at_once(make: Callable[[bool], Callable[..., Tensor]]) -> None:
+    model, optimizer = wrap(Switched(graph=True, buffer=False, clears=False), PLANS["offload"], step=make(False))
+    em.accumulate(model, make(False), batches_of(2))
+    with pytest.raises(em.UsageError, match="the step changes 'kept'"):
+        em.accumulate(model, make(True), batches_of(2))
+    optimizer.zero_grad()
     optimizer.close()
 
 
