@@ -12,7 +12,6 @@ Source: K. Jordan, "Muon"; the owners are those of J. Liu et al., "Muon is Scala
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import nn
 
 from elixir_moe.optim.cut_matrix import cuts_of, slice_of, whole_shape
 from elixir_moe.optim.muon import whole_update
-from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, run_at_once
+from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, UpdateAtOnce
 from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
@@ -29,7 +28,7 @@ from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
 from elixir_moe.torch_private import adjusted_rate
 
 
-class MuonUpdate(FlatMoments):
+class MuonUpdate(FlatMoments, UpdateAtOnce):
     """Muon: one flat moment for each master shard, and an update of whole matrices."""
 
     def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]], whole: WholeUpdates) -> None:
@@ -50,26 +49,12 @@ class MuonUpdate(FlatMoments):
         }
         """{index of a chunk: its matrices, with the rank that updates each}."""
 
-    def prepare(
-        self,
-        chunk: Chunk,
-        pieces: list[TrainedPiece],
-        used: set[nn.Parameter],
-        scale: float | torch.Tensor,
-        skip: torch.Tensor | None = None,
-    ) -> "Callable[[], Sequence[Future[None]]]":
-        """Returns the update like `AdamUpdate.prepare`, to be run at once on the caller's thread; never skips.
-
-        Collective: ranks with the chunk run it in one order.
-        """
-        assert skip is None, "only Adam's update can be skipped on the device"
-        return partial(run_at_once, partial(self._run, chunk, [p for p in pieces if p.parameter in used], used, scale))
-
     def _run(
         self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
     ) -> None:
+        """Updates the chunk. Collective: ranks with the chunk run it in one order."""
         chunk.shard.finish_sum()
-        own = update_memory(chunk)
+        own, pieces = update_memory(chunk), [one for one in pieces if one.parameter in used]
         self._change(chunk, partial(self._add_momentum, pieces, scale, chunk.shard.gradient(), own))
         self._whole.change(chunk, own, partial(self._orthogonalize, chunk, used))
         self._change(chunk, partial(self._apply, pieces, own, chunk.shard.values_shard))

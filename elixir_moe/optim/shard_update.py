@@ -8,6 +8,7 @@ updated in `muon`. Never decides whether or when to update.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -257,7 +258,34 @@ def _moments(
     return (cut[0], cut[1]) if len(cut) == 2 else ((cut[0], cut[1]), (cut[2], cut[3]))
 
 
-class ElementwiseUpdate:
+class UpdateAtOnce(ABC):
+    """An update on the caller's thread, which leaves no unfinished work."""
+
+    def prepare(
+        self,
+        chunk: Chunk,
+        pieces: list[TrainedPiece],
+        used: set[nn.Parameter],
+        scale: float | torch.Tensor,
+        skip: torch.Tensor | None = None,
+    ) -> "Callable[[], Sequence[Future[None]]]":
+        """Returns the update like `AdamUpdate.prepare`, to be run immediately on the caller's thread; never skips."""
+        assert skip is None, "only Adam's update can be skipped on the device"
+
+        def run() -> tuple[()]:
+            self._run(chunk, pieces, used, scale)
+            return ()
+
+        return run
+
+    @abstractmethod
+    def _run(
+        self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
+    ) -> None:
+        """Updates the chunk."""
+
+
+class ElementwiseUpdate(UpdateAtOnce):
     """Any other optimizer: instances of the user's class on views of the master shards."""
 
     def __init__(
@@ -282,18 +310,6 @@ class ElementwiseUpdate:
                     view = self._views[id(one)] = nn.Parameter(chunk.shard.master[one.piece.here])
                     views.append((view, _cut_state(inner.state.get(one.parameter, {}), one)))
                 self._optimizers[chunk.spec.index, index] = like(inner, views, groups[index])
-
-    def prepare(
-        self,
-        chunk: Chunk,
-        pieces: list[TrainedPiece],
-        used: set[nn.Parameter],
-        scale: float | torch.Tensor,
-        skip: torch.Tensor | None = None,
-    ) -> "Callable[[], Sequence[Future[None]]]":
-        """Returns the update like `AdamUpdate.prepare`, to be run immediately on the caller's thread; never skips."""
-        assert skip is None, "only Adam's update can be skipped on the device"
-        return partial(run_at_once, partial(self._run, chunk, pieces, used, scale))
 
     def _run(
         self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor
@@ -376,12 +392,6 @@ def copy_master(shard: ShardState) -> None:
     if shard.values_shard is not None:
         assert shard.master is not None
         shard.values_shard.copy_(shard.master)
-
-
-def run_at_once(work: Callable[[], None]) -> tuple[()]:
-    """Does the work, and returns no futures."""
-    work()
-    return ()
 
 
 def _cut_state(state: dict[str, Any], trained: TrainedPiece) -> dict[str, Any]:

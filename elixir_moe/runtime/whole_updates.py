@@ -8,13 +8,14 @@ order on all ranks. Knows nothing of matrices.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, gradients_of
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.chunks.statistics import Statistics
-from elixir_moe.distributed.collectives import Communicator
+from elixir_moe.distributed.collectives import Communicator, Work
 from elixir_moe.memory.blocks import Block, Blocks
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.gathers import Gathers
@@ -72,9 +73,7 @@ class WholeUpdates:
             (chunk.own_part(whole) if spec.shards > 1 else whole).copy_(own)
             if spec.shards > 1:
                 self._count(chunk, "all_gather", wire)
-                what = f"the update of {chunk.label}"
-                with self._phase.issuing(what):
-                    chunk.communicator.all_gather(wire, spec.index, of=what).wait()
+                self._exchange(f"the update of {chunk.label}", chunk.communicator.all_gather, wire, spec.index)
             change(whole)
             self._add(chunk, wire, own)
             block.vacate(self._streams.all_compute())
@@ -90,9 +89,7 @@ class WholeUpdates:
             communicator = self.communicators[ranks]
             slices = part.new_empty((len(ranks), *part.shape))
             slices[communicator.index].copy_(part)
-            what = "the slices of a matrix"
-            with self._phase.issuing(what):
-                communicator.all_gather(slices.view(-1), 0, of=what).wait()
+            self._exchange("the slices of a matrix", communicator.all_gather, slices.view(-1), 0)
             part = torch.cat(list(slices), dim)
         return part
 
@@ -107,8 +104,7 @@ class WholeUpdates:
         if spec.shards == 1:
             if communicator.size > 1:
                 self._count(chunk, "all_reduce", update)
-            with self._phase.issuing(what):
-                communicator.all_reduce(update, bring, of=what).wait()
+            self._exchange(what, communicator.all_reduce, update, bring)
             return
         self._count(chunk, "reduce_scatter", update)
         staging = None
@@ -116,8 +112,12 @@ class WholeUpdates:
             assert self._staging is not None
             numel = spec.numel if communicator.size > 2 else spec.shard_numel
             staging = self._staging[: numel * update.itemsize].view(update.dtype)
+        self._exchange(what, communicator.reduce_scatter, update, staging, bring, tag=spec.index)
+
+    def _exchange(self, what: str, collective: Callable[..., Work], *arguments: Any, **options: Any) -> None:
+        """Runs a collective of `what` to its end; an interrupt in it leaves the ranks apart."""
         with self._phase.issuing(what):
-            communicator.reduce_scatter(update, staging, bring, tag=spec.index, of=what).wait()
+            collective(*arguments, of=what, **options).wait()
 
     def _count(self, chunk: Chunk, kind: str, update: torch.Tensor) -> None:
         self._statistics.collective_bytes[chunk.group, kind] += update.nbytes * (1 + (kind == "all_reduce"))
