@@ -1,5 +1,6 @@
 """What ranks that wait tell each other outside their collectives."""
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -32,7 +33,7 @@ def test_a_rank_hears_of_a_deadlock_of_ranks_that_are_in_no_collective_with_it()
 
 
 def wait_until_another_ends_it() -> str:
-    """(rank) The error of a wait that the other rank ends."""
+    """(rank) The error of a wait of at most 60 seconds that the other rank ends."""
     group = make_groups({(0, 1)})[0, 1]
     said = ""
     if dist.get_rank():
@@ -49,4 +50,5 @@ def wait_until_another_ends_it() -> str:
 
 
 def test_a_rank_ends_the_waits_of_all_others_in_a_group(ranks: Callable[[int], RankPool]) -> None:
-    assert "closed" in ranks(2).run(wait_until_another_ends_it)[0]
+    said = ranks(2).run(wait_until_another_ends_it)[0]
+    assert re.search("Connection (closed|reset) by peer", said), said  # "reset" where bytes were under way
