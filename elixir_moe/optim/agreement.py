@@ -7,7 +7,7 @@ options, by the bits of a number or a checksum.
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from elixir_moe.runtime.phase import CLIPPED, INTACT, STEPPABLE
 from elixir_moe.runtime.scheduler import Scheduler
 
 Options = list[dict[str, object]]
-"""The numbers in each of the `param_groups`."""
+"""The options in each of the `param_groups`, as plain data."""
 
 _BITS = 32
 """Bits of a number that all ranks compare."""
@@ -378,9 +378,9 @@ class StepDecision:
         )
 
     def _options(self) -> Options:
-        """Returns the numbers in `param_groups`, except those on a GPU, for which the host would wait."""
+        """Returns the options in `param_groups`, except those on a GPU, for which the host would wait."""
         groups = [{n: v for n, v in group.items() if n not in _NOT_OPTIONS} for group in self._inner.param_groups]
-        return [{name: _number(value) for name, value in group.items()} for group in groups]
+        return [{name: _plain(value) for name, value in group.items()} for group in groups]
 
     def _refuse_different(self, asked: str, options: Options, begun: int) -> None:
         """Raises UsageError on all ranks, which request different things, or OutOfStepError. Collective."""
@@ -407,13 +407,22 @@ def _by_group(everyone: Sequence[Options]) -> list[dict[str, Options]]:
     return [{"param_groups": options} for options in everyone]
 
 
-def _number(value: object) -> object:
-    """Converts an option to plain numbers; None if it is not a number, or on a GPU."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.device.type == "cpu" else None
-    if isinstance(value, (tuple, list)):
-        return [_number(one) for one in value]
-    return float(value) if isinstance(value, Real) else None
+def _plain(value: object) -> object:
+    """Converts an option to plain data; None if it is on a GPU, and the type's name if ranks cannot compare it."""
+    match value:
+        case torch.Tensor():
+            return value.tolist() if value.device.type == "cpu" else None
+        case tuple() | list():
+            return [_plain(one) for one in value]
+        case Mapping():
+            return {str(name): _plain(one) for name, one in value.items()}
+        case Real():
+            return float(value)
+        case str() | None:
+            return value
+        case torch.dtype():
+            return str(value)
+    return type(value).__qualname__
 
 
 def _pieces(chunk: Chunk) -> Iterator[tuple[nn.Parameter, Piece]]:

@@ -222,7 +222,10 @@ def step_after(refused: Callable[[Any, nn.Module], None], *, clip: bool) -> tupl
     found = []
     said = ""
     for odd, plain in ((True, model), (False, other)):
-        groups = [{"params": layer.parameters(), "lr": 1e-3 * (i + 1), "count": 0} for i, layer in enumerate(plain)]
+        groups = [
+            {"params": layer.parameters(), "lr": 1e-3 * (i + 1), "count": 0, "kind": "own", "inner": {}, "extra": None}
+            for i, layer in enumerate(plain)
+        ]
         model, optimizer = em.wrap(plain, torch.optim.AdamW(groups), plan=em.Plan.zero2())
         model(torch.ones(2, 8)).sum().backward()
         if odd:
@@ -257,6 +260,9 @@ PARTED = {
     "betas": lambda group: group.update(betas=(0.8, 0.999)),
     "weight_decay": lambda group: group.update(weight_decay=0.0),
     "count": lambda group: group.update(count=3),  # no default of the optimizer's
+    "kind": lambda group: group.update(kind="other"),
+    "inner": lambda group: group.update(inner={"kind": "other"}),
+    "extra": lambda group: group.update(extra="a string on one rank"),
 }
 
 
