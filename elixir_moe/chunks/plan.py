@@ -141,6 +141,19 @@ def _names(name: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
+def _length_or_range(given: Any) -> int | tuple[int, int] | None:
+    """Returns a chunk length, or the range (shortest, longest) of some. Raises PlanError for anything else."""
+    if given is None or is_whole(given, least=1):
+        return given  # type: ignore[no-any-return]
+    ends = tuple(given) if isinstance(given, (tuple, list)) else ()
+    if len(ends) != 2 or not all(is_whole(end, least=1) for end in ends) or ends[0] > ends[1]:
+        raise PlanError(
+            f"chunk_numel={given!r}: expected a number of elements, a range (shortest, longest) of some, or None to "
+            "search from the largest parameter on"
+        )
+    return ends
+
+
 _SIZES = ("rcache", "device", "host", "budget")
 """Arguments of presets that are sizes; the field of each is in bytes."""
 
@@ -306,8 +319,7 @@ class Plan:
             rcache: device memory for gathered chunks, in bytes or as a string such as ``"4 GiB"``; by default the least
                 that a step needs, plus blocks to gather ahead.
             rcache_blocks: number of blocks for gathered chunks, or "all"; instead of `rcache`.
-            chunk_numel: chunk length C in elements; by default the smallest length with little waste.
-            reduce_dtype, host_checkpoints, batches_per_pass, master, moments: the fields of these names.
+            chunk_numel, reduce_dtype, host_checkpoints, batches_per_pass, master, moments: the fields of these names.
         """
         return cls(scatter=True, offloaded=False, **_fields(locals()))
 
@@ -366,6 +378,7 @@ class Plan:
         budget: int | str | None = None,
         accumulation: int = 1,
         batches_per_pass: int | None = 1,
+        chunk_numel: int | tuple[int, int] | None = None,
         disk: str | os.PathLike[str] | None = None,
         verify: bool = False,
         reduce_dtype: torch.dtype | str | None = None,
@@ -385,6 +398,8 @@ class Plan:
             accumulation: micro-batches of a step. Several passes need fp32 sums of narrower gradients.
             batches_per_pass: the field of this name, for steps by `em.accumulate`: 1 for the plain loop, or None to
                 choose the fastest of 1, 2, 4, ... and all. The plan found has it.
+            chunk_numel: chunk length C in elements, in a search also the range (shortest, longest) of the lengths to
+                try; by default a length with little waste.
             disk: folder for chunks on disk, used if host memory is too small; None keeps all chunks off the disk. The
                 compute shards of trainable chunks go there (`values_on_disk`) only if host memory is too small for them
                 too.
@@ -484,6 +499,7 @@ class AutoPlan:
     batches_per_pass: int | None
     disk: str | None
     verify: bool
+    chunk_numel: int | tuple[int, int] | None = None
     reduce_dtype: torch.dtype | None = None
     master: Master = "fp32"
     moments: Moments = "fp32"
@@ -493,8 +509,14 @@ class AutoPlan:
         """`master` and `moments` together."""
         return Precision(master=self.master, moments=self.moments)
 
+    @property
+    def chunk_range(self) -> tuple[int, int] | None:
+        """The shortest and the longest chunk to try; None leaves both to the search."""
+        return (self.chunk_numel, self.chunk_numel) if isinstance(self.chunk_numel, int) else self.chunk_numel
+
     def __post_init__(self) -> None:
         _check_state(self)
+        object.__setattr__(self, "chunk_numel", _length_or_range(self.chunk_numel))
         if not callable(self.step):
             raise PlanError(f"step={self.step!r}: expected a function of model and batch")
         if self.sample is None:

@@ -198,6 +198,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         overlaps_updates=request.adam and not request.trained_whole,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
+        chunk_numel=request.wanted.chunk_range,
     )
     return task.passing(request.wanted.batches_per_pass)
 

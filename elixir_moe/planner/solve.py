@@ -37,7 +37,8 @@ from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.timeline import elapsed_seconds
 
 _LENGTH_SPAN = 4
-"""Longest chunk tried, in multiples of the largest parameter: longer ones only make the rCache coarser."""
+"""Longest chunk tried unless the user has a range, in multiples of the largest parameter: longer ones only make the
+rCache coarser."""
 _LENGTHS = 12
 """Number of chunk lengths tried for a large model, those with the least waste first."""
 _PARAMETERS = 4000
@@ -77,6 +78,8 @@ class Task:
     """Micro-batches of a step."""
     batches_per_pass: int | None = 1
     """How many of them pass each layer together; None lets `solve` choose. See `passing`."""
+    chunk_numel: tuple[int, int] | None = None
+    """The shortest and the longest chunk to try; None tries from the largest parameter to `_LENGTH_SPAN` times that."""
     kept_regions: int = 0
     """Number of checkpointed regions, from the first on, whose inputs are in host memory; see `keeping`."""
 
@@ -438,36 +441,48 @@ def shortage(task: Task, size: Footprint, more: int = 0) -> dict[Tier, int]:
     return {tier: nbytes for tier, nbytes in missing.items() if nbytes > 0}
 
 
-def chunk_lengths(params: Sequence[ParamSpec]) -> list[int]:
+def chunk_lengths(params: Sequence[ParamSpec], within: tuple[int, int] | None = None) -> list[int]:
     """Returns the chunk lengths to try: those that consecutive parameters fill, and the shortest that fuses a group.
 
-    A length between two candidates packs like the shorter one and only makes every block longer.
+    A length between two candidates packs like the shorter one and only makes every block longer. So the shortest length
+    of `within`, the user's range, is a candidate, too.
+
+    Raises:
+        PlanError: the largest parameter is longer than the range allows.
     """
     movable = [p for p in params if not p.tied]
     together = bytes_together(params)
     numels = [-(-p.numel // elements_for_one(p.key, together)) for p in movable]
     largest = max(numels, default=1)
+    shortest, longest = (largest, largest * _LENGTH_SPAN) if within is None else (max(largest, within[0]), within[1])
+    if longest < largest:
+        raise PlanError(
+            f"chunk_numel={within}: parameter {movable[numels.index(largest)].name!r} needs chunks of at least "
+            f"{largest} elements: give a longest length of at least that, leave chunk_numel out, or cut the parameter "
+            "with em.tile"
+        )
     single = {len(key.ranks) == 1 for key in group_parameters(params)}
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(single) > 1 else (False,))}
-    lengths = {largest, *defaults}
+    best = {length for length in defaults if within is None or shortest <= length <= longest}
+    lengths = {shortest, *best}
     for key, indices in group_parameters(movable).items():
         align = alignment(key) // elements_for_one(key, together)
         sizes = [numels[i] for i in indices]
         fused = int(sum(sizes) / FUSE_BELOW) + 1
-        if largest < fused <= largest * _LENGTH_SPAN:
+        if shortest < fused <= longest:
             lengths.add(fused)
         for first in range(len(sizes)):
             used = 0
             for size in sizes[first:]:
                 used = -(-used // align) * align + size
-                if used > largest * _LENGTH_SPAN:
+                if used > longest:
                     break
-                if used > largest:
+                if used > shortest:
                     lengths.add(used)
     most = max(_LENGTHS, _PARAMETERS // max(len(movable), 1))
     if len(lengths) <= most:
         return sorted(lengths)
-    return sorted({*sorted(lengths, key=lambda n: (_space(numels, n), n))[: most - 3], largest, *defaults})
+    return sorted({*sorted(lengths, key=lambda n: (_space(numels, n), n))[: most - 3], shortest, *best})
 
 
 def _space(sizes: Sequence[int], length: int) -> int:
@@ -602,7 +617,7 @@ class Packings:
     one, on any machine, if they all have one pass a step or all have several, and all or none the plain loop."""
 
     def __init__(self, task: Task) -> None:
-        self.lengths = chunk_lengths(task.profile.params)
+        self.lengths = chunk_lengths(task.profile.params, task.chunk_numel)
         self.at = cache(partial(_Packing, task))
         """Returns the packing of a chunk length; made once."""
         self.filled = cache(partial(_Packing, task, whole_layers=False))

@@ -36,9 +36,13 @@ _FOR_STATE = 0.8
 
 def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights: object) -> None:
     """Raises ConfigError on all ranks if their arguments would make them take different paths through `wrap`."""
-    kinds = {"optimizer": names_of_members(optimizer), "plan": type(plan).__name__, "weights": _kind(weights)}
+    kinds: dict[str, object] = {
+        "optimizer": names_of_members(optimizer),
+        "plan": type(plan).__name__,
+        "weights": _kind(weights),
+    }
     if isinstance(plan, AutoPlan):
-        kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
+        kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk), "chunk_numel": plan.chunk_numel}
     agree("the arguments of wrap", kinds, remedy="give all ranks the same", error=ConfigError)
 
 

@@ -214,6 +214,15 @@ def reads_a_value(model: nn.Module, batch: Tensor) -> Tensor:
         ({"budget": 1 << 60}, "ConfigError", "bytes of cpu memory for each of its ranks"),
         ({"budget": 0.5}, "PlanError", "budget=0.5: expected bytes"),
         ({"accumulation": 0}, "PlanError", "accumulation=0"),
+        ({"chunk_numel": (0, 900)}, "PlanError", "chunk_numel=(0, 900): expected a number of elements"),
+        ({"chunk_numel": (900, 800)}, "PlanError", "chunk_numel=(900, 800): expected a number of elements"),
+        ({"chunk_numel": (900,)}, "PlanError", "chunk_numel=(900,): expected a number of elements"),
+        ({"chunk_numel": "900"}, "PlanError", "chunk_numel='900': expected a number of elements"),
+        (
+            {"chunk_numel": (1, 700)},
+            "PlanError",
+            "chunk_numel=(1, 700): parameter 'blocks.0.attention.qkv.weight' needs chunks of at least 768 elements",
+        ),
         ({"step": reads_a_value}, "ConfigError", "cannot run on tensors without data"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
@@ -230,6 +239,33 @@ def test_a_rank_alone_in_its_wishes_fails_all(ranks: Ranks) -> None:
 
 def refused_alone() -> tuple[str, str]:
     return refused({"budget": None if torch.distributed.get_rank() == 0 else 1_000_000})
+
+
+def refused_range_alone() -> tuple[str, str]:
+    return refused({"chunk_numel": (1000, 2000 + torch.distributed.get_rank())})
+
+
+def test_a_range_of_chunk_lengths_of_one_rank_alone_fails_all(ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(refused_range_alone):
+        assert kind == "ConfigError" and "chunk_numel[1] is 2000 on rank 0, 2001 on rank 1" in message
+
+
+def length_found(given: Any) -> int:
+    """(rank) The chunk length of the plan that is found for a small model."""
+    model, sample = GPT(CONFIGS["dense"]), tokens(0, 0, 8, 32)
+    plan = em.Plan.auto(lm_loss, sample, hardware=MACHINE, chunk_numel=given)
+    model, optimizer = em.wrap(model, torch.optim.AdamW(model.parameters()), plan=plan)
+    found = em.inspect(model).plan.chunk_numel
+    optimizer.close()
+    assert isinstance(found, int)
+    return found
+
+
+def test_a_chunk_length_is_found_in_the_range_that_is_given(ranks: Ranks) -> None:
+    (anywhere,) = ranks(1).run(length_found, None)
+    (above,) = ranks(1).run(length_found, (anywhere + 1, 10 * anywhere))
+    assert anywhere < above <= 10 * anywhere
+    assert ranks(1).run(length_found, 5000) == [5000]
 
 
 class Rows(tuple[Tensor, ...]):

@@ -144,9 +144,10 @@ def _kept(rng: random.Random, held: int) -> dict[str, tuple[int, ...]]:
 def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
     """All blocks and tiers that can be carried out and fit, on lengths worth trying and on some others."""
     params = task.profile.params
-    lengths = chunk_lengths(params)
+    lengths = chunk_lengths(params, task.chunk_numel)
+    _, longest = task.chunk_numel or (0, 4 * lengths[0])
     away = {0, bisect_right(list(accumulate(task.profile.kept)), task.host_bytes)}
-    others = [rng.randint(lengths[0], 4 * lengths[0]) for _ in range(3)]
+    others = [rng.randint(lengths[0], longest) for _ in range(3)]
     for length in {*rng.sample(lengths, min(len(lengths), 12)), *others}:
         chunks = len(price(task, Plan.offload(rcache_blocks="all", chunk_numel=length)).layout.chunks)
         for device_chunks in range(chunks + 1):
@@ -222,6 +223,19 @@ def short_pages() -> Iterator[None]:
 def test_nothing_beats_the_plan_found(seed: int) -> None:
     rng = random.Random(seed)
     nothing_beats_the_plan_for(drawn(rng), rng)
+
+
+@pytest.mark.parametrize("seed", with_further(range(200), range(10)))
+def test_nothing_in_a_range_of_chunk_lengths_beats_the_plan_found(seed: int) -> None:
+    rng = random.Random(seed)
+    task = drawn(rng)
+    largest = max((p.numel for p in task.profile.params if not p.tied), default=1)
+    low = rng.randint(1, 3 * largest)
+    task = replace(task, chunk_numel=(low, rng.randint(max(low, largest), 8 * largest)))
+    nothing_beats_the_plan_for(task, rng)
+    with contextlib.suppress(PlanError):  # what it says is checked above
+        found = solve(task).plan.chunk_numel
+        assert found is not None and low <= found <= task.chunk_numel[1]
 
 
 @pytest.mark.parametrize("seed", with_further(range(200), (0, 1, 30, 51, 59, 88)))

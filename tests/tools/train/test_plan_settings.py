@@ -12,6 +12,7 @@ import pytest
 
 from elixir_moe.chunks import plan, plan_options
 from elixir_moe.chunks.plan_options import options
+from elixir_moe.errors import ConfigError
 from elixir_moe.ext import plans
 from elixir_tools import settings
 from elixir_tools.train import config
@@ -29,6 +30,15 @@ def test_each_option_is_a_setting_with_its_words() -> None:
         assert words[name] == f"{option.meaning} For {', '.join(option.presets)}."
     arguments = pytest.importorskip("elixir_tools.finetune.arguments", exc_type=ImportError)  # it needs trl
     assert {f"plan_{name}" for name in options()} <= {each.name for each in fields(arguments.Added)}
+
+
+@pytest.mark.parametrize(("text", "expected"), [("[1000, 2000]", (1000, 2000)), ("1000,2000", (1000, 2000)), ("7", 7)])
+def test_a_search_is_given_a_range_of_chunk_lengths(text: str, expected: int | tuple[int, int]) -> None:
+    found = settings.build(PlanConfig, {"kind": "auto"}, [("chunk_numel", text)]).plan(print, (), 1)
+    assert isinstance(found, plans.AutoPlan) and found.chunk_numel == expected
+    if isinstance(expected, tuple):
+        with pytest.raises(ConfigError, match=r"chunk_numel=\(1000, 2000\): expected a whole number"):
+            PlanConfig(kind="zero3", chunk_numel=expected)
 
 
 def run_again(name: str, source: str, patch: pytest.MonkeyPatch) -> ModuleType:
