@@ -39,7 +39,7 @@ CASES = {
     "learned sinks": (Case(tp=2, sinks=True), Case(sinks=True)),
     "biases of experts": (
         Case(tp=2, etp=2, **MIXTURE, expert_bias=True),
-        Case(ep=2, **MIXTURE | {"sequence_parallel": False}, expert_bias=True),
+        Case(**MIXTURE | {"sequence_parallel": False}, expert_bias=True),
     ),
     "experts in one matrix": (
         Case(tp=2, etp=2, **MIXTURE, grouped=True),
