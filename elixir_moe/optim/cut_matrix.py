@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elixir_moe.errors import ConfigError
+from elixir_moe.optim.muon import check_matrices
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.parallel.rules import UNCUT, pattern_of
 
@@ -35,18 +36,21 @@ def ranks_of_cuts(parameters: Iterable[torch.Tensor]) -> set[tuple[int, ...]]:
 
 
 def check_parts(whole: Mapping[nn.Parameter, str], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ConfigError for a fused matrix that is cut over ranks: a rank's slice has parts of its parts.
+    """Raises ConfigError for parameters that do not consist of the matrices that their groups name, and for a fused
+    matrix that is cut over ranks: a rank's slice has parts of its parts.
 
     `whole` are the parameters that are updated as whole matrices, and `groups` those of all parameters.
     """
     for group in groups:
         parts = group.get("split_rows", 1), group.get("split_columns", 1)
-        for parameter in group["params"]:
-            if parameter in whole and parts != (1, 1) and (cuts := cuts_of(parameter)):
+        mine = [parameter for parameter in group["params"] if parameter in whole]
+        for parameter in mine:
+            if parts != (1, 1) and (cuts := cuts_of(parameter)):
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} is cut over ranks {cuts[0][0]}, and its group has "
                     f"split_rows={parts[0]!r}, split_columns={parts[1]!r}: leave both out for it, or do not cut it"
                 )
+        check_matrices({**group, "params": mine})
 
 
 def whole_shape(shape: tuple[int, int], cuts: Sequence[Cut]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim.whole_matrix import Rows, matrices
+from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.torch_private import adjusted_rate, orthogonalized
 
 
@@ -35,16 +36,21 @@ class Muon(torch.optim.Muon):
                 `eps`, `ns_steps`, `adjust_lr_fn`.
 
         Raises:
-            ConfigError: a parameter has less than two dims or is not contiguous, or its parts do not make it up.
+            ConfigError: a parameter has less than two dims or is complex, or its parts do not make it up; also from
+                `add_param_group`.
         """
         checked = torch.optim.Muon([nn.Parameter(torch.empty(1, 1, device="cpu"))], **options)
         defaults = checked.defaults | {"split_rows": split_rows, "split_columns": split_columns}
         torch.optim.Optimizer.__init__(self, params, defaults)  # torch's Muon refuses other than two dims
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                list(matrices(parameter.shape, group))
-                if not parameter.is_contiguous():
-                    raise ConfigError(f"Muon needs contiguous parameters, and one of {tuple(parameter.shape)} is not")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch. Raises ConfigError, and adds nothing, if its parameters have no matrices."""
+        super().add_param_group(param_group)
+        try:
+            check_matrices(self.param_groups[-1])
+        except ConfigError:
+            del self.param_groups[-1]
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -59,20 +65,36 @@ class Muon(torch.optim.Muon):
         return loss
 
 
+def check_matrices(group: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a parameter of the group that does not consist of the matrices that its options name."""
+    for parameter in map(local_of, group["params"]):
+        list(matrices(parameter.shape, group))
+        if parameter.is_complex():
+            raise ConfigError(
+                f"Muon updates real matrices, and a parameter of shape {tuple(parameter.shape)} is complex: give it to "
+                f"AdamW"
+            )
+
+
 def _update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
-    gradient, rate = parameter.grad, float(group["lr"])
+    gradient, rate, found = parameter.grad, float(group["lr"]), list(matrices(parameter.shape, group))
     assert gradient is not None
-    kept = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    kept = state["momentum_buffer"]
     kept.lerp_(gradient, 1 - group["momentum"])
     update = (gradient.lerp(kept, group["momentum"]) if group["nesterov"] else kept).contiguous()
-    parameter.mul_(1 - rate * group["weight_decay"])
-    for matrix in matrices(parameter.shape, group):
+    weights = parameter.contiguous()  # the parameter itself, unless it is stored in another order
+    weights.mul_(1 - rate * group["weight_decay"])
+    for matrix in found:
         part, weight = (
             flat.as_strided(matrix.shape, (matrix.stride, 1), flat.storage_offset() + matrix.start)
-            for flat in (update, parameter)
+            for flat in (update, weights)
         )
         scaled = adjusted_rate(rate, group["adjust_lr_fn"], matrix.shape)
         weight.add_(whole_update(part.float(), group), alpha=-scaled)
+    if weights is not parameter:
+        parameter.copy_(weights)
 
 
 def whole_update(update: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:

@@ -18,6 +18,10 @@ Rows = int | Sequence[int]
 """Parts of a fused matrix, one below the other: their number, or the rows of each."""
 
 
+PARTS = ("split_rows", "split_columns")
+"""The options that say of which parts a matrix consists; 1 if a group has none."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
     """A matrix in a flat parameter or chunk."""
@@ -50,6 +54,8 @@ def matrices(shape: Sequence[int], options: Mapping[str, Any]) -> Iterator[Matri
     """
     if len(shape) < 2:
         raise ConfigError(f"Muon updates matrices, and a parameter has the shape {tuple(shape)}: give it to AdamW")
+    if not math.prod(shape):
+        return
     *stacked, rows, columns = shape
     row_ends = _ends(rows, options.get("split_rows", 1), "split_rows", shape)
     if not isinstance(across := options.get("split_columns", 1), int):
@@ -62,10 +68,21 @@ def matrices(shape: Sequence[int], options: Mapping[str, Any]) -> Iterator[Matri
                 yield Matrix(start=start, shape=(bottom - top, right - left), stride=columns)
 
 
+def parts_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group in `PARTS`, comparable by value."""
+    found = {name: options.get(name, 1) for name in PARTS}
+    return {name: tuple(parts) if isinstance(parts, list) else parts for name, parts in found.items()}
+
+
 def _ends(whole: int, parts: Rows, option: str, shape: Sequence[int]) -> list[tuple[int, int]]:
     """First and one past the last row or column of each part."""
-    sizes = [whole // parts] * parts if isinstance(parts, int) and parts > 0 else parts
-    if isinstance(sizes, int) or sum(sizes) != whole or min(sizes) < 0:
+    if isinstance(parts, int):
+        sizes = [whole // parts] * parts if parts > 0 else []
+    elif isinstance(parts, Sequence) and all(isinstance(size, int) for size in parts):
+        sizes = list(parts)
+    else:
+        raise ConfigError(f"{option}={parts!r}: expected the number of equal parts, or the rows of each, (4096, 1024)")
+    if sum(sizes) != whole or min(sizes) < 1:
         raise ConfigError(f"{option}={parts!r} does not make up the {whole} of a parameter of shape {tuple(shape)}")
     return list(pairwise(accumulate(sizes, initial=0)))
 

@@ -70,6 +70,7 @@ def resolve_plan(request: Request) -> Resolved:
     async_sums, parts = adds_async(device), find_parts(model)
     whole = trained_whole(request.optimizer)
     prediction: Prediction | None = None
+    raise_on_all_ranks("checked matrices", lambda: check_parts(whole, request.optimizer.param_groups))
     communicators: Mapping[tuple[int, ...], Communicator] = {}
     events: Sequence[StepEvent]
     if isinstance(plan, AutoPlan):
@@ -82,7 +83,6 @@ def resolve_plan(request: Request) -> Resolved:
     else:
         events = _events(request, parts)
     describe_it = partial(describe, model, parts, events, request.compute_dtype, plan, whole)
-    raise_on_all_ranks("checked matrices", lambda: check_parts(whole, request.optimizer.param_groups))
     spec = make_on_all_ranks("described the model", describe_it)
     agree_on(plan, spec)
     free_host_bytes = host_bytes_of_a_rank(spec.ranks, spec.parameters)
