@@ -4,33 +4,67 @@ Owns `Joined`, which `wrap` makes of a sequence of optimizers, and the questions
 never a wrapped one.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, UsageError
 from elixir_moe.optim.muon import Muon
+
+_CYCLED = {"momentum", "betas"}
+"""The options of which torch's cyclic schedulers look for one, to set it in all groups."""
+
+
+class _CommonDefaults(dict[str, Any]):
+    """The defaults of a `Joined`: none, but those in `_CYCLED` if all members have them."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._kept_by = {
+            name: [type(member).__name__ for member in members if name in member.defaults] for name in _CYCLED
+        }
+        self._members = len(members)
+
+    def __contains__(self, name: object) -> bool:
+        """Raises UsageError for an option in `_CYCLED` that some members have, and others lack."""
+        kept_by = self._kept_by.get(str(name), [])
+        if kept_by and len(kept_by) < self._members:
+            raise UsageError(
+                f"a scheduler is to set {name!r} in all groups, and only {kept_by[0]} has it: build OneCycleLR and "
+                f"CyclicLR with cycle_momentum=False, or one on each of the optimizers before em.wrap"
+            )
+        return bool(kept_by) or super().__contains__(name)
 
 
 class Joined(torch.optim.Optimizer):
     """The groups, the state and the hooks of several optimizers; the groups stay those of the members."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        """Raises ConfigError if two members have a parameter in common."""
+        """Raises ConfigError if two members have a parameter in common, or only some know the parameters' names."""
         self.members = tuple(members)
+        groups = [group for member in members for group in member.param_groups]
+        if len({"param_names" in group for group in groups}) > 1:
+            named = next(type(m).__name__ for m in members if "param_names" in m.param_groups[0])
+            raise ConfigError(
+                f"{named} was built from named parameters, and another of the optimizers {names_of_members(self)} was "
+                f"not: give names to all of them, as in model.named_parameters(), or to none"
+            )
         try:
-            super().__init__([group for member in members for group in member.param_groups], {})
+            super().__init__(groups, _CommonDefaults(members))
         except ValueError as error:
             raise ConfigError(
                 f"the optimizers {names_of_members(self)} of em.wrap share parameters ({error}): give each trainable "
                 f"parameter to one of them"
             ) from error
         self.state.update({key: state for member in members for key, state in member.state.items()})
-        for member in members:
-            self._optimizer_step_pre_hooks.update(member._optimizer_step_pre_hooks)
-            self._optimizer_step_post_hooks.update(member._optimizer_step_post_hooks)
+        before, after = (
+            ChainMap({}, *(getattr(member, hooks) for member in reversed(members)))
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        )
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = before, after  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Steps each member."""
@@ -48,11 +82,18 @@ def join(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> torc
     """Returns the optimizer that `wrap` was given, or a sequence of them as one.
 
     Raises:
-        ConfigError: a sequence has anything but optimizers, or more than one elementwise or one whole-matrix optimizer.
+        ConfigError: a sequence has anything but optimizers, or more than one elementwise or one whole-matrix optimizer;
+            an optimizer is of a subclass of Muon.
     """
+    members: list[Any] = list(given) if isinstance(given, (tuple, list)) else [given]
+    for member in members:
+        if isinstance(member, torch.optim.Muon) and whole_matrix(member) is None:
+            raise ConfigError(
+                f"{type(member).__name__} is a subclass of Muon, whose step may be another: use torch.optim.Muon or "
+                f"em.Muon"
+            )
     if not isinstance(given, (tuple, list)):
         return given  # type: ignore[return-value]  # a single optimizer, which other checks look at
-    members = list(given)
     if not members or not all(isinstance(member, torch.optim.Optimizer) for member in members):
         raise ConfigError(
             f"wrap needs a torch.optim.Optimizer, or a sequence of them such as (muon, adamw), got a sequence of "

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_moe.errors import UsageError
 from elixir_moe.optim.cut_matrix import cuts_of, slice_of, whole_shape
 from elixir_moe.optim.muon import whole_update
 from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, UpdateAtOnce
-from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners
+from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners, parts_of
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
@@ -34,6 +35,7 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
     def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]], whole: WholeUpdates) -> None:
         super().__init__(chunks, ("momentum_buffer",))
         self._groups, self._whole = groups, whole
+        self._parts = [parts_of(group) for group in groups]
         self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
         self._matrices = {
             p: list(matrices(local_of(p).shape, groups[self._group_of[p]]))
@@ -48,6 +50,15 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
             for (spec, theirs), ranks in zip(found, owners(found), strict=True)
         }
         """{index of a chunk: its matrices, with the rank that updates each}."""
+
+    def check_parts(self) -> None:
+        """Raises UsageError if a group names other parts of its matrices than when this was built."""
+        for index, (then, group) in enumerate(zip(self._parts, self._groups, strict=True)):
+            if (now := parts_of(group)) != then:
+                raise UsageError(
+                    f"the parts of the matrices in param_groups[{index}] were {then} in wrap and are {now} now: owners "
+                    f"and memory follow from them, so set them before wrap"
+                )
 
     def _run(
         self, chunk: Chunk, pieces: list[TrainedPiece], used: set[nn.Parameter], scale: float | torch.Tensor

@@ -399,6 +399,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if [[id(p) for p in group["params"]] for group in self.param_groups] != self._grouping:
             raise UsageError("the parameters of param_groups were changed after wrap: only options may change")
+        for member in members_of(self._inner):
+            if not {id(group) for group in member.param_groups} <= {id(group) for group in self.param_groups}:
+                raise UsageError(
+                    f"{type(member).__name__} got other param_groups after wrap, by add_param_group or "
+                    f"load_state_dict: add groups before wrap, load with em.load, and set options in "
+                    f"optimizer.param_groups"
+                )
+        if self._updates.whole is not None:
+            self._updates.whole.check_parts()
         if isinstance(self._updates.elementwise, AdamUpdate) and any(
             group.get("amsgrad") for group in self.param_groups
         ):

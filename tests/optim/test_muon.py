@@ -410,7 +410,7 @@ def refusals() -> dict[str, tuple[Callable[[nn.Module], Any], Any, str]]:
         "two of matrices": (lambda m: (muon(m), muon(m)), zero3, "at most one optimizer of whole matrices"),
         "no optimizer": (lambda m: (muon(m), 3), zero3, "a sequence of them such as .* 'int'"),
         "nothing": (lambda m: (), zero3, "a sequence of them such as"),
-        "a class of its own": (lambda m: Mine(optimizers(m)[0].param_groups), zero3, "Muon looks at whole tensors"),
+        "a class of its own": (lambda m: Mine(optimizers(m)[0].param_groups), zero3, "Mine is a subclass of Muon"),
         "narrow": (lambda m: optimizers(m), em.Plan.zero3(moments="bf16"), "Muon keeps fp32"),
     }
 
