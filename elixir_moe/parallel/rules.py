@@ -1,10 +1,10 @@
-"""The patterns of parameters: glob rules over parameter names.
+"""The patterns of parameters: rules by their names, as globs, and by the classes of their modules.
 
-Owns the match of rules to names and the attribute that carries a pattern. Never decides about memory.
+Owns the match of rules to parameters and the attribute that carries a pattern. Never decides about memory.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -21,16 +21,22 @@ UNCUT = Pattern(RankMesh.world(1, 0), replicate=("dp",))
 """The pattern of tensors without one: the slice is the whole tensor."""
 
 
-def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
-    """Gives every parameter of `model` the pattern of the first rule whose glob matches its name.
+Rule = str | type[nn.Module]
+"""A glob over names of parameters, or a class of modules."""
 
-    Names are those of ``model.named_parameters()``, and for tiles (`tile`) those of the whole parameters; globs are
-    `fnmatch`'s, so ``*`` also matches dots.
+
+def annotate(model: nn.Module, rules: Mapping[str, Pattern] | Mapping[Rule, Pattern]) -> None:
+    """Gives every parameter of `model` the pattern of the first rule that matches it, in the order of `rules`.
+
+    A glob matches names: those of ``model.named_parameters()``, and for tiles (`tile`) those of the whole parameters.
+    Globs are `fnmatch`'s, so ``*`` also matches dots. A class matches all parameters in modules of this class or of a
+    subclass, and in the modules inside them. Neither kind of rule comes before the other.
 
     Raises:
         LayoutError: no rule matches a parameter; a rule matches nothing, or only parameters of earlier rules; the names
             of a tied parameter match rules with different patterns; a parameter lacks a sharded dim. The message lists
-            all names concerned. Also if `model` is not an nn.Module, or `rules` is not a mapping of globs to patterns.
+            all names concerned. Also if `model` is not an nn.Module, or `rules` is not a mapping of globs and
+            classes to patterns.
     """
     if not isinstance(model, nn.Module):
         raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
@@ -39,17 +45,22 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
             f"annotate: rules is a {type(rules).__name__}, expected a mapping of globs to patterns, such as "
             "{'*': em.Pattern(mesh, replicate=('dp',))}"
         )
-    for glob, pattern in rules.items():
-        if not isinstance(glob, str) or not isinstance(pattern, Pattern):
+    by_rule: dict[Rule, Pattern] = {}
+    for rule, pattern in rules.items():
+        is_class = isinstance(rule, type) and issubclass(rule, nn.Module)
+        if not (is_class or isinstance(rule, str)) or not isinstance(pattern, Pattern):
             raise LayoutError(
-                f"annotate: rules maps {glob!r} to a {type(pattern).__name__}, expected a glob (str) and its em.Pattern"
+                f"annotate: rules maps {rule!r} to a {type(pattern).__name__}, expected a glob (str) or a subclass of "
+                "nn.Module, and its em.Pattern"
             )
-    won: dict[str, int] = dict.fromkeys(rules, 0)
-    matched: dict[str, int] = dict.fromkeys(rules, 0)
+        by_rule[rule] = pattern
+    won: dict[Rule, int] = dict.fromkeys(by_rule, 0)
+    matched: dict[Rule, int] = dict.fromkeys(by_rule, 0)
     chosen: dict[nn.Parameter, tuple[str, Pattern]] = {}
     problems: list[str] = []
-    for name, parameter in _named_parameters(model):
-        matching = [rule for rule in rules if fnmatchcase(name, rule)]
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        name = whole_name(path, parameter)
+        matching = [rule for rule in by_rule if _matches(rule, name, _around(model, path))]
         for rule in matching:
             matched[rule] += 1
         if not matching:
@@ -57,7 +68,7 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
                 f"parameter {name!r} {tuple(parameter.shape)} is matched by no rule: add one, or a last rule '*'"
             )
             continue
-        pattern = rules[matching[0]]
+        pattern = by_rule[matching[0]]
         won[matching[0]] += 1
         first_name, first_pattern = chosen.setdefault(parameter, (name, pattern))
         if first_pattern != pattern:
@@ -69,17 +80,33 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern]) -> None:
             pattern.check_shape(parameter.shape)
         except LayoutError as error:
             problems.append(f"parameter {name!r}: {error}")
-    for rule in rules:
+    for rule in by_rule:
+        shown, kind = (repr(rule), "glob") if isinstance(rule, str) else (rule.__qualname__, "class")
         if not matched[rule]:
-            problems.append(f"rule {rule!r} matches no parameter: correct the glob or remove the rule")
+            problems.append(f"rule {shown} matches no parameter: correct the {kind} or remove the rule")
         elif not won[rule]:
             problems.append(
-                f"rule {rule!r} never applies: earlier rules match all its parameters; put the narrower rule first"
+                f"rule {shown} never applies: earlier rules match all its parameters; put the narrower rule first"
             )
     if problems:
         raise LayoutError("annotate: " + "\n  ".join(problems))
     for parameter, (_, pattern) in chosen.items():
         attach(parameter, pattern)
+
+
+def _matches(rule: Rule, name: str, around: Iterable[nn.Module]) -> bool:
+    """Whether a rule matches the parameter called `name` in the modules `around` it."""
+    if isinstance(rule, str):
+        return fnmatchcase(name, rule)
+    return any(isinstance(module, rule) for module in around)
+
+
+def _around(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    """Yields the modules that contain the parameter at `path`, the model first."""
+    yield model
+    for child in path.split(".")[:-1]:
+        model = model.get_submodule(child)
+        yield model
 
 
 def attach(parameter: torch.Tensor, pattern: Pattern) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from elixir_moe.errors import ConfigError, ElixirError, LayoutError
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern, RankMesh
-from elixir_moe.parallel.rules import annotate, pattern_of
+from elixir_moe.parallel.rules import annotate, named_tensors, pattern_of
+from elixir_moe.wrapping.tiling import tile
 from tests.support.every import every
 from tests.support.ranks import RankPool
 
@@ -252,8 +253,14 @@ class Model(nn.Module):
         self.head = nn.Linear(2, 4, bias=False)
 
 
+class Special(Model):
+    """The same, of a class of its own."""
+
+
 REPLICATED = Pattern(dense(), replicate=("dp", "tp"))
 CUT = Pattern(dense(), replicate=("dp",), shard={"tp": 0})
+CUT_0_OF_ONE = Pattern(mesh(dp=8, tp=1), replicate=("dp",), shard={"tp": 0})
+OTHER = Pattern(mesh(dp=8, tp=1), replicate=("dp", "tp"))
 CUT_1 = Pattern(dense(), replicate=("dp",), shard={"tp": 1})
 
 
@@ -283,9 +290,50 @@ class TestAnnotate:
         with pytest.raises(LayoutError, match=r"'head.weight' is tied to 'embedding.weight'"):
             annotate(model, {"head.*": CUT, "*": REPLICATED})
 
+    @pytest.mark.parametrize("tiled", [False, True])
+    def test_a_class_matches_the_parameters_of_its_modules_and_of_those_inside(self, tiled: bool) -> None:
+        model = nn.ModuleDict({"first": Model(), "second": Special(), "norm": nn.LayerNorm(2)})
+        if tiled:
+            tile(model, at_most=16)
+        annotate(model, {"*.bias": REPLICATED, Special: CUT, nn.Linear: CUT_0_OF_ONE, "*": OTHER})
+        got = {name: pattern_of(p) for name, p in named_tensors(model)}
+        assert got == {
+            "first.embedding.weight": OTHER,
+            "first.experts.0.weight": CUT_0_OF_ONE,
+            "first.experts.0.bias": REPLICATED,
+            "first.experts.1.weight": CUT_0_OF_ONE,
+            "first.experts.1.bias": REPLICATED,
+            "first.head.weight": CUT_0_OF_ONE,
+            "second.embedding.weight": CUT,
+            "second.experts.0.weight": CUT,
+            "second.experts.0.bias": REPLICATED,
+            "second.experts.1.weight": CUT,
+            "second.experts.1.bias": REPLICATED,
+            "second.head.weight": CUT,
+            "norm.weight": OTHER,
+            "norm.bias": REPLICATED,
+        }
+
+    def test_a_class_matches_its_subclasses_and_a_class_of_the_whole_model_everything(self) -> None:
+        model = Special()
+        annotate(model, {Model: CUT})
+        assert {pattern_of(p) for p in model.parameters()} == {CUT}
+
+    def test_classes_of_tied_parameters(self) -> None:
+        model = Model()
+        model.head.weight = model.embedding.weight
+        annotate(model, {nn.Embedding: CUT, "head.*": CUT, nn.Module: REPLICATED})
+        assert pattern_of(model.head.weight) == CUT
+        with pytest.raises(LayoutError, match=r"'head.weight' is tied to 'embedding.weight'"):
+            annotate(model, {nn.Embedding: CUT, nn.Linear: REPLICATED})
+
     @pytest.mark.parametrize(
         ("rules", "messages"),
         [
+            ({nn.Conv1d: CUT, "*": REPLICATED}, ["rule Conv1d matches no parameter: correct the class or remove"]),
+            ({nn.Embedding: CUT}, ["'experts.0.weight' (2, 2) is matched by no rule", "'head.weight'"]),
+            ({Model: CUT, nn.Linear: REPLICATED}, ["rule Linear never applies", "put the narrower rule first"]),
+            ({"*": CUT, nn.Linear: REPLICATED}, ["rule Linear never applies", "put the narrower rule first"]),
             ({}, ["'embedding.weight' (4, 2) is matched by no rule", "'head.weight' (4, 2) is matched by no rule"]),
             ({"*.weight": CUT}, ["'experts.0.bias' (2,) is matched by no rule", "'experts.1.bias'"]),
             ({"expert.*": CUT, "*": REPLICATED}, ["rule 'expert.*' matches no parameter"]),
@@ -314,6 +362,8 @@ class TestAnnotate:
             (Model(), {"head.*": Pattern, "*": REPLICATED}, "rules maps 'head.*' to a type, expected"),
             (Model(), {"*": REPLICATED, "nothing": None}, "rules maps 'nothing' to a NoneType, expected"),
             (Model(), {0: REPLICATED, "*": REPLICATED}, "rules maps 0 to a Pattern, expected a glob (str)"),
+            (Model(), {dict: REPLICATED, "*": REPLICATED}, "rules maps <class 'dict'> to a Pattern, expected a glob"),
+            (Model(), {Model().head: REPLICATED}, "to a Pattern, expected a glob (str) or a subclass of nn.Module"),
         ],
     )
     def test_what_are_no_rules(self, model: Any, rules: Any, message: str) -> None:
