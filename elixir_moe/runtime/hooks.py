@@ -618,7 +618,8 @@ class Hooks:
         """Gives up all unfinished work; reduced gradients stay."""
         if self._turns is not None:
             self._turns.end()
-            self._turns, self._threads = None, Threads()  # in theirs, torch's modes may be what a failure has left
+            self._threads.end()  # torch's modes may be what a failure has left in them
+            self._turns = None
         self._phase.abort()
         self._scheduler.reset()
         self._saved.forget()

@@ -27,7 +27,7 @@ class Ended(BaseException):
 
 
 class Threads:
-    """Threads that run one job after another. They end when nothing refers to this object any more.
+    """Threads that run one job after another. They end with `end`, or when nothing refers to this object any more.
 
     They are kept from one step to the next, for torch keeps things for each thread: the plans of cuDNN's attention,
     which take 60 ms to make, and the number of the next node of autograd.
@@ -48,6 +48,12 @@ class Threads:
             weakref.finalize(self, jobs.put, None)
             self._jobs.append(jobs)
         self._jobs[number].put(job)
+
+    def end(self) -> None:
+        """Ends all threads when their jobs have ended; `start` makes new ones."""
+        ended, self._jobs = self._jobs, []
+        for jobs in ended:
+            jobs.put(None)
 
 
 def _serve(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:

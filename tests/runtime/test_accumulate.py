@@ -391,6 +391,33 @@ class FailsError(Exception):
 
 
 @pytest.mark.usefixtures("alone")
+def test_threads_of_a_pass_that_fails_end_without_the_garbage_collector() -> None:
+    before = forward_threads()
+    model, optimizer = wrap(Tied(), PLANS["offload"])
+    mine: set[threading.Thread] = set()
+
+    def fails(model: nn.Module, ids: Tensor) -> Tensor:
+        mine.update(forward_threads() - before)
+        model(ids)
+        raise FailsError
+
+    gc.disable()
+    try:
+        with pytest.raises(FailsError) as kept:
+            em.accumulate(model, fails, batches_of(3))
+        assert len(mine) == 3
+        for thread in mine:
+            thread.join(60)
+        assert not forward_threads() & mine
+    finally:
+        gc.enable()
+    assert isinstance(kept.value, FailsError)
+    optimizer.zero_grad()
+    em.accumulate(model, loss_of, batches_of(3))
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_that_fails_ends_the_others(kind: str) -> None:
     model, optimizer = wrap(Tied(kind), PLANS["offload"])
