@@ -139,6 +139,9 @@ depends on the graph. FSDP uses the same call."""
 will_execute: Callable[[Any], bool] = _torch("_C._will_engine_execute_node")
 """Whether the running backward will reach a node, to tell `backward` from `torch.autograd.grad`. Public hooks fire only
 when the node is reached, which is too late to prefetch."""
+accumulates_all: Callable[[], bool] = _torch("autograd._is_checkpoint_valid")
+"""Whether the running backward accumulates all gradients that it comes to: it is neither `torch.autograd.grad` nor a
+`backward` with inputs. Checkpoints with reentrant graphs ask the same."""
 top_saved_tensors_hooks: Callable[[bool], Any] = _torch("_C._autograd._top_saved_tensors_default_hooks")
 """The active saved-tensor hooks, so that the user's run inside ours. `saved_tensors_hooks` pushes hooks onto a stack
 that no public function reads."""

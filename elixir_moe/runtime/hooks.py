@@ -57,6 +57,7 @@ from elixir_moe.runtime.turns import Threads, Turns
 from elixir_moe.torch_private import (
     DIFFERENTIATING,
     DisableTorchFunctionSubclass,
+    accumulates_all,
     advance_sequence_number,
     at_end_of_backward,
     interpreter,
@@ -483,12 +484,21 @@ class Hooks:
             self.machine.unpack(index, running_node)
 
     def _refuse_own_gradients(self, *, but: ParamId | None = None) -> None:
-        """Raises UsageError if user code has set a gradient, to which autograd would add."""
+        """Raises UsageError if user code has set a gradient to which autograd would add."""
         with DisableTorchFunctionSubclass():
             found = [p for p, slot in self._slot_of.items() if p.grad is not None and p.requires_grad and slot != but]
-            own = [self._names[p] for p in found]
-        if own:
-            raise UsageError(gradients_set_by_hand(own))
+            if found and in_backward() and not accumulates_all():
+                found = [p for p in found if self._adds_to(p)]
+        if found:
+            raise UsageError(gradients_set_by_hand([self._names[p] for p in found]))
+
+    def _adds_to(self, parameter: nn.Parameter) -> bool:
+        """Whether the running `torch.autograd.grad`, or `backward` with inputs, adds to ``parameter.grad``."""
+        try:
+            with torch.enable_grad():
+                return self._accumulates(self._slot_of[parameter])
+        except RuntimeError:  # torch's answer for an input of autograd.grad
+            return False
 
     def _run_last(self) -> None:
         """Moves our hooks on gradients behind all others, which must run before the gradient is taken away."""

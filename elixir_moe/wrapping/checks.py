@@ -65,6 +65,11 @@ def check_arguments(
                 f"the model has lazy modules, {name.rpartition('.')[0]!r} with {name!r}: run a forward before wrap, so "
                 f"that their shapes are known; of em.sharded_init(), inside the context"
             )
+    if kept := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]:
+        raise ConfigError(
+            f"parameters have gradients of a backward before wrap: {kept[:8]}; wrap keeps none: call "
+            f"optimizer.zero_grad() before wrap"
+        )
     check_layers(model)
     _check_listing(model)
     check_optimizer(optimizer)

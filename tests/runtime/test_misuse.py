@@ -100,6 +100,41 @@ def test_gradients_are_not_where_plain_torch_keeps_them(pair: Pair) -> None:
     optimizer.step()
 
 
+def test_gradients_of_inputs_are_taken_where_a_gradient_was_set_by_hand(pair: Pair) -> None:
+    model, optimizer = pair
+    wanted = torch.autograd.grad(mean_square(model, x := rows().requires_grad_()), x)[0]
+    model.last.bias.grad = torch.ones(D)
+    (found,) = torch.autograd.grad(mean_square(model, x := rows().requires_grad_()), x)
+    assert torch.equal(found, wanted) and found.any()
+    mean_square(model, x := rows().requires_grad_()).backward(inputs=[x])
+    assert x.grad is not None and torch.equal(x.grad, wanted)
+    torch.autograd.grad(mean_square(model, rows()), model.last.bias)
+    with pytest.raises(em.UsageError, match=r"set by hand.*last\.bias"):
+        mean_square(model, rows()).backward(inputs=[model.last.bias])
+    optimizer.zero_grad()
+    model.last.bias.grad = torch.ones(D)
+    with pytest.raises(em.UsageError, match=r"set by hand.*last\.bias"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(pair)
+    optimizer.step()
+
+
+def test_gradients_from_before_wrap_are_named_as_such() -> None:
+    model = Net()
+    mean_square(model, rows()).backward()
+    optimizer = adamw(model)
+    with pytest.raises(
+        em.ConfigError, match=r"gradients of a backward before wrap: .*first\.bias.*zero_grad\(\) before"
+    ):
+        em.wrap(model, optimizer, plan=em.Plan.zero2())
+    optimizer.zero_grad()
+    model, wrapped = em.wrap(model, optimizer, plan=em.Plan.zero2())
+    backward((model, wrapped))
+    wrapped.step()
+    wrapped.close()
+
+
 class Saves(torch.autograd.Function):
     """Saves a weight without a look at it."""
 
