@@ -65,11 +65,6 @@ def check_arguments(
                 f"the model has lazy modules, {name.rpartition('.')[0]!r} with {name!r}: run a forward before wrap, so "
                 f"that their shapes are known; of em.sharded_init(), inside the context"
             )
-    if kept := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]:
-        raise ConfigError(
-            f"parameters have gradients of a backward before wrap: {kept[:8]}; wrap keeps none: call "
-            f"optimizer.zero_grad() before wrap"
-        )
     check_layers(model)
     _check_listing(model)
     check_optimizer(optimizer)
@@ -80,6 +75,11 @@ def check_arguments(
     missing = [name for p, name in names.items() if p.requires_grad and p not in given]
     if missing:
         raise ConfigError(f"trainable parameters are in no param_group of the optimizer: {missing}; add or freeze them")
+    if kept := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is not None]:
+        raise ConfigError(
+            f"parameters have gradients of a backward before wrap: {kept[:8]}; wrap keeps none: call "
+            f"optimizer.zero_grad() before wrap"
+        )
 
 
 def _check_listing(model: nn.Module) -> None:
