@@ -16,7 +16,7 @@ forward, as far as `timeline` says.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from elixir_moe.chunks.ledger import GRADIENT, arrays_on_disk, paged_bytes, spilled_bytes, values_bytes
@@ -49,7 +49,7 @@ class Seconds:
     collectives: float
     """Gathers and reductions between devices, hidden or not."""
     exposed: float
-    """The part of `collectives` that compute does not hide."""
+    """The part of `collectives` that is not hidden: a fixed part, or what takes longer than all that could hide it."""
     device_update: float
     """Update of chunks on the device, and of whole matrices wherever they are."""
     host_update: float
@@ -302,15 +302,14 @@ def seconds(
     sums_read = (passes - 1) * moved.summed_bytes
     in_backward = moved.read_bytes + sums_read, passes * moved.summed_bytes
     disk, overlapped = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, in_backward))
-    return Seconds(
-        compute=accumulation
-        * (
-            flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
-            + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
-            + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
-            + exchange
-        )
-        + summed / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA),
+    compute = accumulation * (
+        flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+        + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
+        + moved.gathered_numel * fitted.overhead_ns_per_parameter / _GIGA
+        + exchange
+    ) + summed / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
+    found = Seconds(
+        compute=compute,
         fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), overlapped),
         offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
@@ -320,6 +319,7 @@ def seconds(
         disk_update=max(moved.disk_numel / v_c, disk),
         units=accumulation * moved.units * hardware.unit_us / 1e6,
     )
+    return replace(found, exposed=max(found.exposed, collectives - found.overlapped))
 
 
 def tflops_per_gpu(profile: Profile, step_seconds: float, accumulation: int = 1) -> float:

@@ -119,6 +119,7 @@ def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
     so is the stall. The rest of the measured step is compute; together with the units, it is at least as long as the
     transfers it hides.
     """
-    left = measured - (expected.step - expected.overlapped)
+    exposed = fitted.exposed_collectives * expected.collectives  # more, if compute is too short for it
+    left = measured - (expected.step - expected.overlapped - expected.exposed) - exposed
     compute = max(max(left, expected.fetch, expected.offload) - expected.units, expected.compute / 100)
     return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)

@@ -516,6 +516,9 @@ def test_what_compute_explains_is_corrected() -> None:
     )
     assert prediction.corrected(fitted, expected, 2.3).device_efficiency == pytest.approx(0.25)
     assert prediction.corrected(fitted, expected, 0.4).device_efficiency == pytest.approx(1.0), "transfers stay"
+    partly = replace(fitted, exposed_collectives=0.25)
+    busy = replace(expected, collectives=4.0, exposed=3.0)  # more than a quarter, as compute takes 1 of the 4 seconds
+    assert prediction.corrected(partly, busy, 5.1).device_efficiency == pytest.approx(0.125), "4 + 0.25 * 4 + 0.1"
 
 
 @pytest.mark.parametrize("damage", ["machine", "format", "figure", "constant", "deep", "json"])

@@ -158,6 +158,17 @@ def test_a_step_is_the_sum_of_what_is_written_in_the_docs() -> None:
     )
 
 
+def test_a_step_is_never_shorter_than_its_collectives_and_the_updates() -> None:
+    hardware = Hardware.named(MACHINE)
+    moved = cost.traffic(Plan.zero2(), build_layout(profile().params, 1 << 20), range(4))
+    fast = cost.seconds(profile(), moved, hardware, 2)
+    links = replace(hardware.links(2), b_g2g=0.1)
+    slow = cost.seconds(profile(), moved, replace(hardware, by_gpus={2: links}), 2)
+    assert fast.collectives < fast.overlapped and fast.exposed == hardware.fitted.exposed_collectives * fast.collectives
+    assert slow.collectives > slow.overlapped == fast.overlapped
+    assert slow.step == pytest.approx(slow.collectives + slow.device_update)
+
+
 def test_a_busier_rank_takes_longer_and_holds_more() -> None:
     exchange = SentCollective(ep=2, nbytes=10**6, times=6, expert_flops=4 * 10**11, row_bytes=10**8)
     given = profile(exchanges=(exchange,))
