@@ -8,7 +8,7 @@ import pytest
 from benchmarks.paper_blog import BLOG_MODELS, compared
 from elixir_tools.fit.estimate import PlainStrategy
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "paper_figures.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "paper_figures_more.md").read_text()
 
 
 def test_the_blogs_figures_are_met() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.paper_htms import LEFT_GB, PRINTED_GB, compared
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "paper_figures.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "paper_figures_more.md").read_text()
 
 
 def test_the_layers_of_table_1() -> None:
