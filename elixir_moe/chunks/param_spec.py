@@ -142,6 +142,8 @@ class ParamSpec:
     """Whether several modules use it: its chunk then has a buffer of its own and stays gathered during a step."""
     matrix: tuple[int, int] = (0, 0)
     """Rows and columns of each of its matrices, of all ranks' slices, if an optimizer updates whole matrices."""
+    joined_over: tuple[tuple[int, ...], ...] = ()
+    """The ranks with slices of each of its matrices, for each axis over which they are cut, the outermost first."""
     region: int | None = None
     """The outermost part of the model around the parameter that backward is known to recompute as a whole."""
 

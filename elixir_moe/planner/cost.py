@@ -284,7 +284,7 @@ def seconds(
     """
     links, fitted = hardware.links(gpus), hardware.fitted
     passes = -(-accumulation // together)
-    summed = (accumulation - passes) * sum(_SUM_TRAFFIC * p.numel for p in profile.params if p.key.trainable)
+    summed = (accumulation - passes) * _SUM_TRAFFIC * profile.trained_numel
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)
@@ -292,9 +292,8 @@ def seconds(
     both_ways = moved.kept_bytes + (0 if hardware.peer_to_peer else sum(sent))
     collectives = sum(hardware.gather_seconds(*group) for group in moved.collectives)
     v_c = links.v_c * _GIGA / gpus / fitted.host_update_slowdown
-    whole = sum(p.newton_schulz_flops / len(p.key.ranks) for p in profile.params)
-    whole_seconds = whole / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
-    whole_seconds += sum(hardware.gather_seconds(*group) for group in moved.update_collectives)
+    whole_seconds = profile.orthogonalized_flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
+    whole_seconds += sum(hardware.gather_seconds(*group) for group in (*moved.update_collectives, *profile.joins))
     whole_seconds += moved.update_crossing_bytes * gpus * (1 / links.b_c2g + 1 / links.b_g2c) / _GIGA
     factors = hardware.narrow_update_on_device, hardware.narrow_update
     on_device, on_host = ((factor - 1) * numel for factor, numel in zip(factors, moved.narrow_numel, strict=True))

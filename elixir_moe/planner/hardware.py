@@ -239,7 +239,7 @@ class Hardware:
         ranks = min(gpus, self.gpus_per_node)
         return ranks * (read / self.disk_read + written / self.disk_write) / _GIGA
 
-    def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: int = 1) -> float:
+    def gather_seconds(self, ranks: Sequence[int], nbytes: int, times: float = 1) -> float:
         """Time of so many `times` an all-gather, or reduce-scatter, of `nbytes` of gathered chunks over global `ranks`.
 
         Between nodes, data moves around a ring on which each node forwards all but its own part; the process groups of

@@ -5,7 +5,9 @@ module or a tensor.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elixir_moe.chunks.cache_policy import Schedule
 from elixir_moe.chunks.events import ModuleInfo, StepEvent, renumbered
@@ -42,7 +44,7 @@ class Sent:
     """Number of collectives."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, for the values that are computed once and asked at every price
 class Profile:
     """One rank's training step: one forward and one backward."""
 
@@ -84,6 +86,28 @@ class Profile:
     def key(self) -> str:
         """A hash that identifies the step: the same model, batch, ranks and patterns have the same key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Elements of this rank's trainable parameters."""
+        return sum(p.numel for p in self.params if p.key.trainable)
+
+    @cached_property
+    def orthogonalized_flops(self) -> float:
+        """Floating-point operations with which this rank orthogonalizes its share of the matrices in a step."""
+        return sum(p.newton_schulz_flops / len(p.key.ranks) for p in self.params)
+
+    @cached_property
+    def joins(self) -> tuple[tuple[tuple[int, ...], int, float], ...]:
+        """(ranks, bytes, number) of the gathers that join this rank's share of cut matrices before they are updated."""
+        found: dict[tuple[int, ...], list[float]] = {}
+        for p in self.params:
+            share, nbytes = math.prod(p.shape[:-2]) / len(p.key.ranks), 2 * math.prod(p.matrix)
+            for ranks in p.joined_over:  # those of inner axes join what is a slice for the outer ones
+                of = found.setdefault(ranks, [0, 0])
+                of[0], of[1] = of[0] + share * nbytes, of[1] + share
+                nbytes //= len(ranks)
+        return tuple((ranks, int(nbytes), times) for ranks, (nbytes, times) in found.items())
 
     def peak_bytes(self, regions: int, together: int) -> int:
         """`activation_bytes` of micro-batches that pass each layer together, with the inputs of regions on the host."""

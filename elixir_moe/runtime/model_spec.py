@@ -159,7 +159,13 @@ def param_specs(
         if p.requires_grad and (optimizer := (trained_whole or {}).get(p)) is not None:
             _check_matrices(p, found[p], pattern, optimizer)
             rows, columns = pattern.global_shape(found[p].shape)[-2:]
-            found[p] = replace(found[p], key=replace(found[p].key, optimizer=optimizer), matrix=(rows, columns))
+            joined_over = tuple(
+                pattern.mesh.ranks_along((axis,))
+                for axis, dim in pattern.shard
+                if dim >= len(found[p].shape) - 2 and pattern.mesh.size(axis) > 1
+            )
+            key = replace(found[p].key, optimizer=optimizer)
+            found[p] = replace(found[p], key=key, matrix=(rows, columns), joined_over=joined_over)
     trainable = [spec.name for spec in found.values() if spec.key.trainable]
     if precision.is_narrow and trainable and not any(spec.key.precision.is_narrow for spec in found.values()):
         raise ConfigError(

@@ -220,3 +220,17 @@ def test_rows_of_the_measured_table_are_predicted(row: int) -> None:
     hardware = Hardware.named(MACHINE)
     task, choice = planned(wanted["model"], int(wanted["gpus"]), int(wanted["batch_per_gpu"]), hardware)
     assert predicted(task, choice, hardware.fitted) == pytest.approx(float(wanted["elixir"]), rel=0.2)
+
+
+def test_the_update_of_cut_matrices_costs_their_joins() -> None:
+    """Two ranks share eight experts of 64 x 32, of which each of two others has a half: four joins of two slices."""
+    key = ChunkGroupKey(ranks=(0, 2), dtype=torch.bfloat16, trainable=True, divisor=2, optimizer="Muon")
+    cut = ParamSpec(name="p", shape=(8, 64, 16), key=key, matrix=(64, 32), joined_over=((0, 1),))
+    joined, whole = (replace(profile(), params=(one,)) for one in (cut, replace(cut, joined_over=())))
+    hardware = Hardware.named(MACHINE)
+    moved = cost.traffic(Plan.zero3(rcache_blocks=1), build_layout((cut,), 8 * 64 * 16), [0, 0])
+    found, without = (cost.seconds(one, moved, hardware, 2).device_update for one in (joined, whole))
+    assert found - without == pytest.approx(hardware.gather_seconds((0, 1), 4 * 2 * 64 * 32, 4), rel=1e-6)
+    assert found > without > 0
+    twice = replace(cut, shape=(1, 32, 16), joined_over=((0, 1, 2, 3), (0, 1)))
+    assert replace(joined, params=(twice,)).joins == (((0, 1, 2, 3), 64 * 32, 0.5), ((0, 1), 64 * 32 // 4, 0.5))
