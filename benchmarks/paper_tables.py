@@ -3,9 +3,19 @@
 One process, so that tables share traces.
 """
 
-from benchmarks import paper_baselines, paper_blog, paper_htms, paper_table, paper_table_v1, paper_zero_infinity
+from benchmarks import (
+    paper_baselines,
+    paper_blog,
+    paper_htms,
+    paper_regions,
+    paper_table,
+    paper_table_v1,
+    paper_zero_infinity,
+)
+
+PROGRAMS = (paper_table, paper_regions, paper_baselines, paper_table_v1, paper_zero_infinity, paper_htms, paper_blog)
 
 if __name__ == "__main__":
-    for program in (paper_table, paper_baselines, paper_table_v1, paper_zero_infinity, paper_htms, paper_blog):
+    for program in PROGRAMS:
         program.main([])
         print()
