@@ -5,8 +5,9 @@ chunks of parameters or plans: a sharded weight is gathered because these are fu
 
     whole head      one product for the logits; their gradient is immediately turned into those of tokens and weight, so
                     that backward only scales them and does not need the weight
-    tiled head      each tile computes its part of the sum of exponentials, and its logits again in backward, so that
-                    one tile is gathered at a time
+    recomputed      the logits are computed again in backward, so that no gradient of the weight waits for it
+    tiled head      recomputed too: each tile computes its part of the sum of exponentials, so that one tile is gathered
+                    at a time
     quantized head  whole or tiled; some rows of the weight are decoded at a time, in the dtype of the product
 
 Shape letters: N tokens with a label, d width, V vocabulary. Source: Cut Your Losses (2411.09009) for the idea.
@@ -53,6 +54,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     chunk_bytes: int | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Computes ``F.cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits; () fp32.
 
@@ -61,8 +63,9 @@ def linear_cross_entropy(
     products are in the weight's dtype. For a head that scales its logits, pass ``hidden * scale``. Without a single
     label, the mean is nan and gradients are zero, as in torch.
 
-    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and not for backward. If
-    `em.quantize` has quantized the head, at most `chunk_bytes` of weights are decoded at a time.
+    The weight may belong to a wrapped model, under any plan: it is gathered for the call, and for backward only with
+    `recompute` or in tiles. If `em.quantize` has quantized the head, at most `chunk_bytes` of weights are decoded at a
+    time.
 
     Args:
         hidden: (..., d), the input of the head.
@@ -75,6 +78,9 @@ def linear_cross_entropy(
         softcap: logits become ``softcap * tanh(logits / softcap)``, as in Gemma's heads.
         reduction: the mean over tokens that count, or their sum.
         chunk_bytes: most bytes of logits at once. Two such buffers exist. By default 64 MiB on a CPU, 512 MiB on a GPU.
+        recompute: compute the logits again in backward, and the gradients of hidden and weight only there: a third more
+            products, for calls of which several await their backward, as those of micro-batches that pass each layer
+            together (`em.accumulate`). They would keep a gradient of the weight each. Tiles always recompute.
 
     Raises:
         ConfigError: a shape, dtype or setting is wrong; a label is outside of the vocabulary; `weight` is a DTensor, or
@@ -89,7 +95,10 @@ def linear_cross_entropy(
     vocabulary = sum(len(tile.weight) for tile in tiles)
     _check_shapes(hidden, labels, tiles)
     rows, kept = _with_labels(hidden.reshape(-1, hidden.shape[-1]), labels.flatten(), vocabulary, ignore_index)
-    total = _tiled(rows, tiles, kept, head) if len(tiles) > 1 else _computed(_Whole, rows, tiles[0], kept, head)
+    if recompute or len(tiles) > 1:
+        total = _recomputed(rows, tiles, kept, head)
+    else:
+        total = _computed(_Whole, rows, tiles[0], kept, head)
     if reduction == "sum":
         return total
     return total / len(kept) if len(kept) else total + torch.nan
@@ -272,13 +281,14 @@ def _summed(
     return losses, sums
 
 
-# --------------------------------------------------------------------------------------------------------- tiled head
+# --------------------------------------------------------------------------------------------------------- recomputed
 
 
-def _tiled(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
+def _recomputed(rows: Tensor, tiles: Sequence[_Part], labels: Tensor, head: _Head) -> Tensor:
     """Returns the sum of all losses, combined from the sums of exponentials of all tiles."""
     first, found = 0, []
-    rows = rows.to(_wide(rows))  # the gradients of tokens are summed over tiles
+    if len(tiles) > 1:
+        rows = rows.to(_wide(rows))  # the gradients of tokens are summed over tiles
     for tile in tiles:
         found.append(_computed(_Tile, rows, tile, labels - first, head))
         first += len(tile.weight)
@@ -315,8 +325,8 @@ class _Tile(torch.autograd.Function):
         for part, chunk in _chunks(rows, weight, bias, labels, ctx.head):
             chunk.to_gradient(sums[part], *(grad[part] for grad in grads))
             found.add(chunk, part, weight)
-        made = zip((found.rows, found.weight, found.bias), (rows, given, bias), strict=True)
-        return *(None if grad is None else grad.to(of.dtype) for grad, of in made), *(None,) * 6
+        of_rows = None if found.rows is None else found.rows.to(rows.dtype)
+        return of_rows, found.weight, found.bias, *(None,) * 6  # autograd sums those of the head in fp32, where it may
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,16 +75,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("way", ["at once", "recomputed", "tiles"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_loss_and_gradients_are_those_of_the_whole_loss(name: str, tiles: bool, biased: bool) -> None:
-    options = OPTIONS[name]
+def test_loss_and_gradients_are_those_of_the_whole_loss(name: str, way: str, biased: bool) -> None:
+    options = dict(OPTIONS[name])
     hidden, weight, bias, labels = drawn()
     labels[0, :4] = options.get("ignore_index", -100)
     given = [hidden, weight, *([bias] if biased else [])]
     wanted = whole(hidden, weight, labels, bias if biased else None, **options)
     gradients = torch.autograd.grad(wanted, given)
-    if tiles:
+    if way == "tiles":
         head = head_of(weight, bias if biased else None, 20)
         assert len(list(head.children())) == 5
         found = em.linear_cross_entropy(hidden, head, labels, chunk_bytes=4 * V * 3, **options)
@@ -91,25 +92,25 @@ def test_loss_and_gradients_are_those_of_the_whole_loss(name: str, tiles: bool, 
         brought = [hidden.grad, torch.cat([part.weight.grad for part in head.children()])]
         brought += [torch.cat([part.bias.grad for part in head.children()])] if biased else []
     else:
-        found = em.linear_cross_entropy(
-            hidden, weight, labels, bias=bias if biased else None, chunk_bytes=4 * V * 3, **options
-        )
+        options |= {"bias": bias if biased else None, "chunk_bytes": 4 * V * 3, "recompute": way == "recomputed"}
+        found = em.linear_cross_entropy(hidden, weight, labels, **options)
         brought = list(torch.autograd.grad(found, given))
     assert found.dtype is torch.float32 and found.shape == ()
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=4e-6)
     torch.testing.assert_close(brought, list(gradients), rtol=1e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("way", ["at once", "recomputed", "tiles"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_heads_are_summed_in_fp32(dtype: torch.dtype, tiles: bool) -> None:
+def test_16_bit_heads_are_summed_in_fp32(dtype: torch.dtype, way: str) -> None:
     """Beside the loss of the same numbers in fp32: gradients are rounded once or twice, by half a unit each."""
     hidden, weight, _, labels = drawn(dtype)
     wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     wanted = whole(*wide, labels)
     gradients = torch.autograd.grad(wanted, wide)
+    tiles = way == "tiles"
     head: Any = head_of(weight.float(), None, 20).to(dtype) if tiles else weight
-    found = em.linear_cross_entropy(hidden, head, labels, chunk_bytes=500)
+    found = em.linear_cross_entropy(hidden, head, labels, chunk_bytes=500, recompute=way == "recomputed")
     found.backward()
     of_weight = torch.cat([part.weight.grad for part in head.children()]) if tiles else weight.grad
     assert of_weight.dtype is dtype and found.dtype is torch.float32
@@ -230,6 +231,18 @@ def test_no_tensor_is_large_but_the_gradient_of_the_head(tokens: int, vocabulary
         em.linear_cross_entropy(hidden, weight, labels, chunk_bytes=most).backward()
     assert largest.times == 1, "the gradient of the head"
     assert largest.nbytes <= most
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_calls_that_await_their_backward_keep_a_gradient_of_the_head_unless_they_recompute(recompute: bool) -> None:
+    hidden, weight, _, labels = drawn()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        total = sum(em.linear_cross_entropy(hidden, weight, labels, recompute=recompute) for _ in range(3))
+    found = [t for t in kept if t.shape == weight.shape and t.data_ptr() != weight.data_ptr()]
+    assert len(found) == (0 if recompute else 3)
+    wanted = torch.autograd.grad(3 * whole(hidden, weight, labels), [hidden, weight])
+    torch.testing.assert_close(torch.autograd.grad(total, [hidden, weight]), wanted, rtol=1e-6, atol=4e-6)
 
 
 class Operators(TorchDispatchMode):
@@ -403,8 +416,8 @@ class Tied(nn.Module):
         return loss(self, hidden, labels) if self.inside else hidden
 
 
-def fused(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-    return em.linear_cross_entropy(hidden, model.head, labels, chunk_bytes=4 * V * 5, softcap=4.0)
+def fused(model: Any, hidden: Tensor, labels: Tensor, *, recompute: bool = False) -> Tensor:
+    return em.linear_cross_entropy(hidden, model.head, labels, chunk_bytes=4 * V * 5, softcap=4.0, recompute=recompute)
 
 
 def plainly(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -414,7 +427,7 @@ def plainly(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
 def run(case: str, plan: em.Plan | None) -> dict[str, Any]:
     """Three steps of two micro-batches; under plain torch with the whole loss if `plan` is None."""
     tied, inside, tiled = "tied" in case, "inside" in case, "tiled" in case
-    loss = plainly if plan is None else fused
+    loss = plainly if plan is None else partial(fused, recompute="recomputed" in case)
 
     def build() -> tuple[nn.Module, Any]:
         if plan is not None:
@@ -438,7 +451,11 @@ def run(case: str, plan: em.Plan | None) -> dict[str, Any]:
     return trained(build, backward, plan, 3)
 
 
-CASES = [f"{head} {place}" for head in ("own", "tied", "tied tiled") for place in ("inside", "behind")]
+CASES = [
+    f"{head} {place}"
+    for head in ("own", "tied", "recomputed", "tied recomputed", "tied tiled")
+    for place in ("inside", "behind")
+]
 
 
 @pytest.mark.parametrize("plan", with_further(PLANS, ("zero3", "offload")))

@@ -29,6 +29,7 @@ class _Seen(threading.local):
 
     hidden: Tensor | None = None
     raw: Tensor | None = None
+    recompute: bool = False
 
 
 class FusedLoss:
@@ -63,8 +64,12 @@ class FusedLoss:
         self._undo: list[Callable[[], object]] = []
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """While open, each forward of the model computes its loss without logits."""
+    def __call__(self, *, recompute: bool = False) -> Iterator[None]:
+        """While open, each forward of the model computes its loss without logits.
+
+        `recompute` is that of `linear_cross_entropy`, for a head that trains; one that does not keeps no gradient.
+        """
+        self._seen.recompute = recompute
         if not self._threads:
             self._replace()
         self._threads.add(threading.get_ident())
@@ -129,14 +134,16 @@ class FusedLoss:
         if shift_labels is None:
             assert labels is not None, "transformers computes a loss of labels"
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        head = self._causal.get_output_embeddings()
         total = linear_cross_entropy(
             hidden if self._scale == 1 else hidden * self._scale,
-            self._causal.get_output_embeddings(),
+            head,
             shift_labels.reshape(hidden.shape[:-1]),
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             softcap=self._softcap,
             reduction="mean" if num_items_in_batch is None else "sum",
+            recompute=self._seen.recompute and any(p.requires_grad for p in head.parameters()),
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)

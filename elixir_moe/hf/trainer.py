@@ -135,7 +135,7 @@ class ElixirMixin(_Trainer):
         self._passes_together: bool | None = None
         """Whether micro-batches pass each layer together; None until a training has begun."""
         self._going_back, self._apart = False, ""
-        self._fuses, self._wants_logits = loss == "fused", False
+        self._fuses, self._wants_logits, self._recomputes = loss == "fused", False, False
         self._fused_loss: FusedLoss | None = None
         if self._fuses:
             self._refuse_other_losses()
@@ -212,6 +212,7 @@ class ElixirMixin(_Trainer):
                 self._passes_together = None
                 if isinstance(self._plan, AutoPlan):
                     self.accelerator.plan = self._request(self._plan)
+                self._recomputes = self._may_pass_together()
                 try:
                     return super().train(resume_from_checkpoint, *args, **kwargs)
                 except GoBack as back:
@@ -243,6 +244,12 @@ class ElixirMixin(_Trainer):
         if watched:
             self._steps.end(found)
         return found
+
+    def _may_pass_together(self) -> bool:
+        """Whether several micro-batches may await their backward; known before a plan is found."""
+        plan = self.accelerator.plan
+        together = plan.batches_per_pass or (self.args.gradient_accumulation_steps if isinstance(plan, AutoPlan) else 1)
+        return min(together, self.args.gradient_accumulation_steps) > 1 and not why_not(self, ElixirMixin)
 
     def _can_pass_together(self) -> bool:
         """Whether the plan wants micro-batches to pass each layer together, and the trainer lets them."""
@@ -306,7 +313,7 @@ class ElixirMixin(_Trainer):
             self._steps.record_inputs(inputs)
         if not self._fuses or self._wants_logits or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        with self._fused(model)():
+        with self._fused(model)(recompute=self._recomputes):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _smoothed(self, smoother: Any, outputs: Any, labels: torch.Tensor, **options: Any) -> torch.Tensor:

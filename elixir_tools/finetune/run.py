@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _out_of_memory(
     def profile(other: Step) -> Profile:
         return trace(
             model,
-            _step_of(given.kind, model),
+            _step_of(given, model),
             _sample(given, model, other),
             world=dist.get_world_size(),
             rank=dist.get_rank(),
@@ -388,7 +389,7 @@ def _plan(given: Arguments, model: nn.Module) -> Plan | AutoPlan:
     training = given.training
     accumulation = training.gradient_accumulation_steps
     step = Step(rows=training.per_device_train_batch_size, accumulation=accumulation, length=_longest(given))
-    return given.plan.plan(_step_of(given.kind, model), _sample(given, model, step), accumulation)
+    return given.plan.plan(_step_of(given, model), _sample(given, model, step), accumulation)
 
 
 def _longest(given: Arguments) -> int:
@@ -407,11 +408,14 @@ def _sample(given: Arguments, model: nn.Module, step: Step) -> torch.Tensor:
     return torch.zeros(rows, min(step.length, most), dtype=torch.long)
 
 
-def _step_of(kind: str, model: nn.Module) -> Callable[[nn.Module, Any], Any]:
+def _step_of(given: Arguments, model: nn.Module) -> Callable[[nn.Module, Any], Any]:
     """The forward of a training step, as far as memory and order go."""
-    if kind == "reward":
+    if given.kind == "reward":
         return lambda module, tokens: module(input_ids=tokens).logits.float().mean()
-    return causal_loss_without_logits if kind == "sft" and causal_loss_of(model) == "fused" else causal_loss
+    if given.kind != "sft" or causal_loss_of(model) != "fused":
+        return causal_loss
+    recompute = given.plan.may_pass_together(given.training.gradient_accumulation_steps)
+    return partial(causal_loss_without_logits, recompute=recompute)
 
 
 def _rewards(script: Any) -> list[Any]:

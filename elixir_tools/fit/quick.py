@@ -65,8 +65,12 @@ class Step:
     can_tile: bool
 
 
-def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused: bool = True) -> Step:
+def step_of(
+    model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused: bool = True, recompute: bool = False
+) -> Step:
     """The step of a Hugging Face model without data, with its adapters and its quantized weights.
+
+    The loss has no logits if `fused`; `recompute` is that of `linear_cross_entropy`.
 
     Raises ConfigError if the config lacks the sizes that the formulas need.
     """
@@ -96,6 +100,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
         if p in schemes:
             decoded += 3 * numel * bytes_a_weight(schemes[p], dtype, native=True)
     head_numel, head_trains = sizes.vocabulary * sizes.width, head is not None and head.requires_grad
+    passes = _HEAD_PASSES + head_trains * (1 + recompute)
     eager = getattr(config, "_attn_implementation", "sdpa") == "eager"
     scores = tokens * seq * sizes.heads
     attention = (_EAGER_ATTENTION if eager else _ATTENTION) * tokens * seq * sizes.queries * len(layers)
@@ -122,7 +127,7 @@ def step_of(model: nn.Module, batch: int, seq: int, *, dtype: torch.dtype, fused
         events=(),
         parameters=sum(behind.get(p, logical_numel(p)) for p in model.parameters()),
         tokens=tokens,
-        flops=int(products + (_HEAD_PASSES + head_trains) * 2 * tokens * head_numel + attention),
+        flops=int(products + passes * 2 * tokens * head_numel + attention),
         traffic_bytes=int(traffic),
         activation_bytes=kept + held,
         buffer_bytes=0,

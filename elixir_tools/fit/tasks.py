@@ -115,7 +115,8 @@ def model_of(
     positions it lacks.
     """
     sizes: dict[str, Any] = {"batch": batch or known.batch, "seq": seq or known.seq, "layers": layers}
-    sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers", "loss": known.loss}
+    sizes |= {"stretch": seq is not None, "checkpointing": known.checkpointing == "layers"}
+    sizes |= {"loss": known.loss, "recompute": may_pass_together(known)}
     asked = named(known)
     if asked.config is not None:
         lora = None if known.lora is None else Lora.parse(known.lora)
@@ -130,6 +131,11 @@ def model_of(
         given = presets.named_model(asked.name, **sizes, mesh=mesh)
     freeze(given.model, known.freeze.split(",") if known.freeze else [])
     return given
+
+
+def may_pass_together(known: argparse.Namespace) -> bool:
+    """Whether several micro-batches may pass each layer together in the plan that is searched."""
+    return known.accumulation > 1 and known.batches_per_pass != 1
 
 
 def quantized_as(known: argparse.Namespace) -> str | None:

@@ -15,7 +15,7 @@ from elixir_moe.ext.plans import Precision
 from elixir_tools.fit.answer import assumed_lines, run_lines, sft_words, way_of, wrapped
 from elixir_tools.fit.figures import USUAL_ERROR, Figures, memory_lines, recommended, speed_lines, table, words_of
 from elixir_tools.fit.quick import quick, step_of
-from elixir_tools.fit.tasks import DTYPES, choose_way, machine_task, model_of, named
+from elixir_tools.fit.tasks import DTYPES, choose_way, machine_task, may_pass_together, model_of, named
 from elixir_tools.garbage import uncollected
 from elixir_tools.models.presets import Planned
 from elixir_tools.train.waiting import Waits
@@ -102,7 +102,8 @@ def figures_of(known: argparse.Namespace, hardware: Hardware) -> tuple[Planned, 
     """The model without data, and the answer by formulas. Raises ConfigError."""
     given = model_of(known, None)
     dtype, precision = DTYPES[known.dtype], Precision(master=known.master, moments=known.moments)
-    step = step_of(given.model, known.batch, known.seq, dtype=dtype, fused=given.loss == "fused")
+    loss = {"fused": given.loss == "fused", "recompute": may_pass_together(known)}
+    step = step_of(given.model, known.batch, known.seq, dtype=dtype, **loss)
     task = machine_task(known, hardware, step.profile)
     return given, quick(step, task, precision=precision, itemsize=dtype.itemsize)
 

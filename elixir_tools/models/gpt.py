@@ -133,10 +133,11 @@ class GPT(nn.Module):
             if isinstance(module, GroupedExperts):
                 module.reset_parameters(std_in=std, std_out=std_out)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, *, recompute: bool = False) -> GPTOutput:
         """(B, S) int64 tokens, S at most ``config.seq_len`` -> logits of each next token, and the auxiliary loss.
 
-        With (B, S) `labels`, which are those of each next token, their mean loss is computed in the place of logits.
+        With (B, S) `labels`, which are those of each next token, their mean loss is computed in the place of logits;
+        `recompute` is that of `linear_cross_entropy`.
         """
         if tokens.shape[1] > self.config.seq_len:
             raise ConfigError(f"{tokens.shape[1]} tokens are longer than the model's seq_len={self.config.seq_len}")
@@ -149,7 +150,7 @@ class GPT(nn.Module):
         if labels is None:
             return GPTOutput(self.head(x), aux_loss)
         none = x.new_empty(len(x), 0, self.config.vocab_size)
-        return GPTOutput(none, aux_loss, linear_cross_entropy(x, self.head, labels))
+        return GPTOutput(none, aux_loss, linear_cross_entropy(x, self.head, labels, recompute=recompute))
 
     def _run(self, block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.checkpoint == "none" or not torch.is_grad_enabled():
@@ -188,9 +189,9 @@ def lm_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) + aux_loss
 
 
-def lm_loss_without_logits(model: nn.Module, batch: Tensor) -> Tensor:
-    """Computes `lm_loss` by `linear_cross_entropy`, without logits."""
-    output = model(batch[:, :-1], labels=batch[:, 1:])
+def lm_loss_without_logits(model: nn.Module, batch: Tensor, *, recompute: bool = False) -> Tensor:
+    """Computes `lm_loss` by `linear_cross_entropy`, without logits; `recompute` is its argument."""
+    output = model(batch[:, :-1], labels=batch[:, 1:], recompute=recompute)
     loss: Tensor = output.loss + output.aux_loss
     return loss
 

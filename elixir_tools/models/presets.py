@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -79,11 +80,13 @@ def named_model(
     stretch: bool = False,
     checkpointing: bool = True,
     loss: Loss | None = None,
+    recompute: bool = False,
 ) -> Planned:
     """The model called `name`, one of `shapes.names`.
 
     `layers` replaces the number of a dense model; `stretch` gives it the positions that `seq` needs. `mesh`, the ranks
-    over which experts are spread, is needed by mixtures only. A `loss` of None is of all logits, as `train` does.
+    over which experts are spread, is needed by mixtures only. A `loss` of None is of all logits, as `train` does;
+    one without logits may `recompute` them (`linear_cross_entropy`).
 
     Raises ConfigError if no model has that name; the nearest is suggested. Or if `seq` is longer than it allows.
     """
@@ -133,11 +136,18 @@ def named_model(
         raise ConfigError(
             f"seq={seq}: {name} has {config.seq_len} positions, give at most that many (--seq {config.seq_len})"
         )
-    return of_config(name, config, batch=batch, seq=seq, mesh=mesh, loss=loss)
+    return of_config(name, config, batch=batch, seq=seq, mesh=mesh, loss=loss, recompute=recompute)
 
 
 def of_config(
-    name: str, config: GPTConfig, *, batch: int, seq: int, mesh: DeviceMesh | None = None, loss: Loss | None = None
+    name: str,
+    config: GPTConfig,
+    *,
+    batch: int,
+    seq: int,
+    mesh: DeviceMesh | None = None,
+    loss: Loss | None = None,
+    recompute: bool = False,
 ) -> Planned:
     """Builds what `named_model` does, for a GPT of any configuration."""
     with torch.device("meta"), _Undrawn():
@@ -146,7 +156,7 @@ def of_config(
     if mesh is not None:
         annotate(model, gpt_patterns(model))
     loss = loss or "whole"
-    step = lm_loss_without_logits if loss == "fused" else lm_loss
+    step = partial(lm_loss_without_logits, recompute=recompute) if loss == "fused" else lm_loss
     return Planned(name=name, model=model, step=step, sample=sample, loss=loss, positions=config.seq_len, ahead=1)
 
 
@@ -161,11 +171,12 @@ def huggingface_model(
     lora: Lora | None = None,
     quantize: Callable[[nn.Module], object] | None = None,
     loss: Loss | None = None,
+    recompute: bool = False,
 ) -> Planned:
     """The causal language model that a Hugging Face ``config.json``, or its directory, describes.
 
-    Batch, sequence, layers and `stretch` are as in `named_model`; `quantize` is done to the model before it gets its
-    adapters. A `loss` of None is `linear_cross_entropy` wherever the model allows it, as `sft` does.
+    Batch, sequence, layers, `stretch` and `recompute` are as in `named_model`; `quantize` is done to the model before
+    it gets its adapters. A `loss` of None is `linear_cross_entropy` wherever the model allows it, as `sft` does.
 
     Raises:
         ConfigError: transformers is not installed, or the file is not the config of such a model, or `seq` is longer
@@ -201,7 +212,7 @@ def huggingface_model(
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sample = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     loss = loss or causal_loss_of(model)
-    step = causal_loss_without_logits if loss == "fused" else causal_loss
+    step = partial(causal_loss_without_logits, recompute=recompute) if loss == "fused" else causal_loss
     return Planned(name=str(path), model=model, step=step, sample=sample, loss=loss, positions=positions)
 
 
@@ -226,9 +237,9 @@ def causal_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return loss
 
 
-def causal_loss_without_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Computes `causal_loss` by `linear_cross_entropy`, without logits."""
-    with FusedLoss(model)():
+def causal_loss_without_logits(model: nn.Module, tokens: Tensor, *, recompute: bool = False) -> Tensor:
+    """Computes `causal_loss` by `linear_cross_entropy`, without logits; `recompute` is its argument."""
+    with FusedLoss(model)(recompute=recompute):
         return causal_loss(model, tokens)
 
 

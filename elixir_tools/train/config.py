@@ -122,6 +122,10 @@ class PlanConfig:
         preset: Callable[..., Plan] = getattr(Plan, self.kind)
         return preset(**given)
 
+    def may_pass_together(self, accumulation: int) -> bool:
+        """Whether several of a step's micro-batches may pass each layer together under the plan."""
+        return min(self.batches_per_pass or (accumulation if self.kind == "auto" else 1), accumulation) > 1
+
 
 def _no_step(model: "nn.Module", sample: Any) -> None:
     raise AssertionError("a step that is never run")

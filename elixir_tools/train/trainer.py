@@ -9,10 +9,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -217,7 +218,10 @@ class Trainer:
             model = GPT(config.model, mesh)
             annotate(model, gpt_patterns(model))
         self.parameters = sum(logical_numel(p) for p in model.parameters())  # with all slices, tied ones once
-        self._loss = lm_loss_without_logits if config.run.loss == "fused" else lm_loss
+        self._loss: Callable[[nn.Module, Tensor], Tensor] = lm_loss
+        if config.run.loss == "fused":
+            recompute = config.plan.may_pass_together(config.run.accumulation)
+            self._loss = partial(lm_loss_without_logits, recompute=recompute)
         self.model, self.optimizer = self._wrap(model)
         self.wrapped = require_wrapped(self.model, "train")
         torch.manual_seed(config.run.seed + 1 + self.replica)  # from here on for dropout, which differs between ranks

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -30,11 +31,12 @@ class Case:
     checkpoint: Literal["none", "reentrant", "non_reentrant"]
     dtype: torch.dtype
     host_checkpoints: Literal[0, "all"] = 0
+    recompute: bool = False
 
     @property
     def step(self) -> Any:
         """The loss of a batch."""
-        return lm_loss_without_logits if self.shape == TALL else lm_loss
+        return partial(lm_loss_without_logits, recompute=self.recompute) if self.shape == TALL else lm_loss
 
 
 def peaks(case: Case, together: int) -> tuple[int, int]:
@@ -73,7 +75,11 @@ CASES = [
     for dtype in (torch.float32, torch.bfloat16)
     if shape is WIDE or checkpoint != "none"
 ]
-CASES += [Case(shape=TALL, checkpoint="non_reentrant", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+CASES += [
+    Case(shape=TALL, checkpoint="non_reentrant", dtype=dtype, recompute=recompute)
+    for dtype in (torch.float32, torch.bfloat16)
+    for recompute in (False, True)
+]
 QUICK = [case for case in CASES if case.dtype is torch.bfloat16 and case.checkpoint == "non_reentrant"]
 
 

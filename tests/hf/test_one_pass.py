@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import elixir_moe as em
 from elixir_moe.errors import UsageError
+from elixir_moe.hf import fused_loss
 from elixir_moe.runtime.hooks import Hooks
 from tests.hf.test_trainer import check_alike, data, launched, mixture
 from tests.support.ranks import RankPool
@@ -138,6 +139,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "updates in backward": {"max_grad_norm": 0.0, "save_strategy": "epoch"},
     "each mean": {"average_tokens_across_devices": False, "gradient_checkpointing": True},
 }
+
+
+def recomputed(*args: Any, **settings: Any) -> set[bool]:
+    """(rank) How a training computes its losses without logits: whether again in backward."""
+    found = set()
+    fused = fused_loss.linear_cross_entropy
+
+    def noted(*given: Any, recompute: bool, **options: Any) -> torch.Tensor:
+        found.add(recompute)
+        return fused(*given, recompute=recompute, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_loss, "linear_cross_entropy", noted)
+        trained(*args, loss="fused", **settings)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "micro_batches"), [(PLAN, 4), (PLAN, 1), (replace(PLAN, batches_per_pass=1), 4)])
+def test_losses_whose_gradients_would_wait_for_each_other_are_recomputed(
+    ranks: Ranks, tmp_path: Path, plan: em.Plan, micro_batches: int
+) -> None:
+    (found,) = ranks(1).run(recomputed, str(tmp_path), plan, micro_batches)
+    assert found == {plan.batches_per_pass == 8 and micro_batches > 1}
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.solve import Task, price, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
-from elixir_tools.models.gpt import GPT, lm_loss
+from elixir_tools.models.gpt import GPT, lm_loss, lm_loss_without_logits
 from tests.runtime.test_accumulate import PLANS, Tied, adam, batches_of, bytes_of, loss_of, wrap
 from tests.support.ranks import RankPool
 
@@ -128,6 +129,24 @@ def test_one_pass_needs_no_sums_and_moves_what_one_batch_does() -> None:
     numel = sum(p.numel for p in task.profile.params)
     assert loop.task.held_bytes(loop.size)[1] - one.task.held_bytes(one.size)[1] >= 4 * numel
     assert whole.task.profile.activation_bytes > one.task.profile.activation_bytes
+
+
+def test_heads_that_recompute_keep_no_gradient_for_each_micro_batch() -> None:
+    config = GPTConfig(
+        vocab_size=4096, seq_len=8, n_layers=2, d_model=64, n_heads=4, tie_embeddings=False, checkpoint="non_reentrant"
+    )
+    sample = torch.zeros(4, 9, dtype=torch.int64)
+    head = 4096 * 64 * torch.bfloat16.itemsize
+    peaks, flops = [], []
+    for recompute in (False, True):
+        step = partial(lm_loss_without_logits, recompute=recompute)
+        profile = trace(GPT(config), step, sample, compute_dtype=torch.bfloat16)
+        peaks.append([profile.peak_bytes(0, together) for together in (8, 16)])
+        flops.append(profile.flops)
+    (eight, sixteen), (recomputed, more) = peaks
+    assert sixteen - eight >= 8 * head
+    assert more - recomputed < head
+    assert flops[1] - flops[0] == 2 * 4 * 8 * 4096 * 64
 
 
 def searched() -> tuple[em.Plan, list[float], list[float]]:

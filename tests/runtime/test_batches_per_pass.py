@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import elixir_moe as em
 from elixir_moe.chunks.plan_options import options
+from elixir_tools.models.config import GPTConfig
+from elixir_tools.models.gpt import GPT, lm_loss, lm_loss_without_logits
 from tests.optim.test_early import begun
 from tests.runtime.test_accumulate import PLANS, Tied, adam, batches_of, loss_of, wrap
 from tests.support.cases import rounds_asked
@@ -73,6 +76,38 @@ def steps_of_every_dial(name: str) -> None:
 def test_each_number_is_as_plain_torch_and_asks_as_predicted(name: str, world: int, ranks: Ranks) -> None:
     """fp32: a mean of at most 16 gradients in another order moves a weight by some ulps in each of four steps."""
     ranks(world).run(steps_of_every_dial, name)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_recomputes_its_logits_is_as_plain_torch_and_asks_as_predicted(tied: bool) -> None:
+    config = GPTConfig(
+        vocab_size=64, seq_len=8, n_layers=3, d_model=16, n_heads=2, tie_embeddings=tied, checkpoint="non_reentrant"
+    )
+    torch.manual_seed(0)
+    plain = GPT(config)
+    model = copy.deepcopy(plain)
+    batches = [torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    step = partial(lm_loss_without_logits, recompute=True)
+    expected = adam(plain)
+    model, optimizer = em.wrap(
+        model, adam(model), plan=em.Plan.offload(chunk_numel=3400, rcache_blocks=3), step=step, sample=batches[0]
+    )
+    record = model._elixir
+    for _ in range(2):
+        losses = [lm_loss(plain, batch) for batch in batches]
+        (sum(losses) / 4).backward()
+        with rounds_asked() as rounds:
+            found = em.accumulate(model, step, batches)
+        assert rounds == [record.spec.step_order.schedule(record.layout, 4).entries]
+        torch.testing.assert_close(torch.stack(found), torch.stack(losses).detach(), rtol=1e-6, atol=1e-6)
+        for one in (expected, optimizer):
+            one.step()
+            one.zero_grad()
+    state = em.full_state_dict(model)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=5e-6)
+    optimizer.close()
 
 
 @pytest.fixture
