@@ -26,7 +26,7 @@ from elixir_tools.models.adapters import adapted
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss, lm_loss_without_logits
 from elixir_tools.models.lora import Lora
-from elixir_tools.models.shapes import GPT2, LARGE_MOE, OPT, PR_MOE, names
+from elixir_tools.models.shapes import GPT2, INFINITY, LARGE_MOE, OPT, PR_MOE, names
 
 Loss = Literal["whole", "fused"]
 _CONFIGS = ("config.json", "tokenizer_config.json")
@@ -91,8 +91,8 @@ def named_model(
     Raises ConfigError if no model has that name; the nearest is suggested. Or if `seq` is longer than it allows.
     """
     ranks = 1 if mesh is None else mesh.size()
-    if name in GPT2:
-        own, width, heads = GPT2[name]
+    if name in GPT2 or name in INFINITY:
+        own, width, heads = (GPT2 | INFINITY)[name]
         config = _gpt(vocab_size=50257, seq_len=1024, n_layers=own, d_model=width, n_heads=heads)
     elif name in OPT:
         own, width, heads = OPT[name]

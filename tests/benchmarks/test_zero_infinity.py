@@ -7,6 +7,8 @@ import pytest
 from benchmarks import zero_infinity
 from benchmarks.paper_zero_infinity import compared, main
 from benchmarks.zero_infinity import PEAK, SEQ, Transformer, efficiency
+from elixir_tools.models import shapes
+from elixir_tools.models.presets import named_model
 from tests.support.every import every
 
 
@@ -57,6 +59,14 @@ def test_table_4_is_met_within_a_hundredth_and_holds_what_was_measured() -> None
         for name in ("efficiency", "min_tflops", "max_tflops"):
             assert row[name] == pytest.approx(float(row["printed"][name]), rel=0.01)
         assert row["min_tflops"] < float(row["actual_tflops"]) < row["max_tflops"]
+
+
+@pytest.mark.parametrize("name", shapes.INFINITY)
+def test_table_1s_models_have_the_papers_sizes(name: str) -> None:
+    number, unit = name.removeprefix("infinity-")[:-1], name[-1]
+    model = named_model(name, batch=1, seq=8).model
+    blocks = sum(p.numel() for p in model.parameters()) - 50257 * shapes.INFINITY[name][1]
+    assert blocks == pytest.approx(float(number) * {"b": 1e9, "t": 1e12}[unit], rel=0.035), "12 nl hd^2"
 
 
 def test_the_text_of_section_7_holds() -> None:
