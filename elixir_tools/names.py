@@ -5,6 +5,8 @@ Owns only the names, without torch, so that help is quick. The meaning of a name
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """{short name: torch's name}."""
+COSINE = "cosine"
+"""The schedule of `train` that is not a scheduler of torch."""
 
 
 def short_dtype(name: str) -> str:

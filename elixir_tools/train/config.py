@@ -19,7 +19,7 @@ from elixir_moe.ext.options import options
 from elixir_moe.ext.records import ABOVE_0, Check, Respelled, at_least, check
 from elixir_tools import settings
 from elixir_tools.models.config import GPTConfig
-from elixir_tools.names import DTYPES, short_dtype
+from elixir_tools.names import COSINE, DTYPES, short_dtype
 from elixir_tools.watch.supervisor import WatchConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _SPELLED = {
 """Options of a plan that are dtypes, under any of their names."""
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
+_FINAL_LR = 0.1
 BYTES = 256
 """Distinct tokens of the text."""
 _FREE = ("model.ep", "model.checkpoint")
@@ -133,7 +134,7 @@ def _no_step(model: "nn.Module", sample: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay of the learning rate."""
+    """AdamW with linear warm-up of the learning rate, then a schedule."""
 
     lr: Annotated[float, ABOVE_0] = 1e-3
     """Peak learning rate."""
@@ -145,14 +146,23 @@ class OptimizerConfig:
     """Decoupled weight decay, for parameters with two or more dims only."""
     warmup_steps: Annotated[int, at_least(0)] = 50
     """Steps of linear warm-up to the peak learning rate."""
-    final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = 0.1
-    """Learning rate of the last step, as a fraction of lr."""
+    final_lr: Annotated[float, Check("a share of lr between 0 and 1", lambda share: 0 <= share <= 1)] = _FINAL_LR
+    """Learning rate of the last step, as a fraction of lr; with schedule=cosine."""
+    schedule: str = COSINE
+    """Learning rate after the warm-up. cosine: decay to final_lr at the last step; otherwise a scheduler of torch, or
+    the path of a class, with named arguments, such as "StepLR(step_size=30, gamma=0.1)". It is stepped once a step, and
+    lr is its initial rate."""
     clip_norm: Annotated[float | None, ABOVE_0] = 1.0
     """Bound on the global gradient norm; null: no clipping. Updates then begin in backward with watch.on_nan=back and
     watch.memory_tries=0, from the first checkpoint on."""
 
     def __post_init__(self) -> None:
         check(self, "optimizer")
+        if self.schedule != COSINE and self.final_lr != _FINAL_LR:
+            raise ConfigError(
+                f"optimizer.final_lr={self.final_lr:g} has no effect with optimizer.schedule={self.schedule!r}: "
+                "remove one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +266,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model.vocab_size < BYTES:
             raise ConfigError(f"model.vocab_size={self.model.vocab_size}: tokens are bytes; give at least {BYTES}")
+        if self.optimizer.schedule != COSINE:
+            from elixir_tools.train.schedule import factors
+
+            try:
+                factors(self.optimizer.schedule, self.optimizer.lr, self.scheduled_steps)
+            except ConfigError as error:
+                raise ConfigError(f"optimizer.{error}") from error
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Steps after the warm-up, at least 1."""
+        return max(1, self.run.steps - self.optimizer.warmup_steps)
 
     @property
     def micro_batch(self) -> int:

@@ -51,6 +51,7 @@ from elixir_tools.models.gpt import (
     lm_loss_without_logits,
     tokens_per_expert,
 )
+from elixir_tools.names import COSINE
 from elixir_tools.report.directory import CONTROL, Claim
 from elixir_tools.report.records import StepRecord, Summary, process_bytes
 from elixir_tools.report.timeline import recorded
@@ -60,6 +61,7 @@ from elixir_tools.train.config import OptimizerConfig, TrainConfig, identity
 from elixir_tools.train.data import Text, decode_bytes, rows_of
 from elixir_tools.train.directory import extra_of, last_before, move_apart, path_apart
 from elixir_tools.train.report import Console, Report
+from elixir_tools.train.schedule import cosine, factors
 from elixir_tools.train.waiting import Waits
 from elixir_tools.watch.control import INTERRUPTED, Control, ControlFile, Signals, changes, exit_code_of, named
 from elixir_tools.watch.supervisor import DIVERGED, Action, Observation, Supervisor, Verdict
@@ -153,6 +155,10 @@ class Progress:
     """Numbers of batches that are never drawn again."""
     lr: float
     """Peak learning rate of the schedule."""
+    schedule: str = COSINE
+    """Learning rate after the warm-up, as `OptimizerConfig.schedule`."""
+    schedule_begin: int | None = None
+    """Steps done when the schedule was changed; None: it begins with the end of the warm-up."""
     rate: float = 1.0
     """Factor on the learning rate; lowered when a run goes back."""
     clip_norm: float | None
@@ -201,7 +207,10 @@ class Trainer:
         self.validation = data.validation_batches(batches=config.run.eval_batches, rows=config.micro_batch)
         self.supervisor = Supervisor(config.watch)
         self.progress = Progress(
-            lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, accumulation=config.run.accumulation
+            lr=config.optimizer.lr,
+            schedule=config.optimizer.schedule,
+            clip_norm=config.optimizer.clip_norm,
+            accumulation=config.run.accumulation,
         )
         self.directory = Path(config.run.out).absolute()
         self.latest: Path | None = None
@@ -384,8 +393,9 @@ class Trainer:
 
     def learning_rate(self) -> float:
         """The learning rate of the next update. Not collective."""
-        progress = self.progress
-        return progress.lr * progress.rate * lr_factor(progress.step, self.config.run.steps, self.config.optimizer)
+        progress, steps, config = self.progress, self.config.run.steps, self.config.optimizer
+        factor = lr_factor(progress.step, steps, config, progress.schedule, progress.schedule_begin)
+        return progress.lr * progress.rate * factor
 
     def norm(self) -> float:
         """Clips the gradients; returns their global norm before clipping."""
@@ -702,12 +712,21 @@ class Trainer:
         return box[0]
 
 
-def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Factor on the peak learning rate at a step counted from 0: linear warm-up, then cosine decay to `final_lr`."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
-    return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * done)) / 2
+def lr_factor(
+    step: int, steps: int, config: OptimizerConfig, schedule: str = COSINE, begin: int | None = None
+) -> float:
+    """Factor on the peak learning rate at a step counted from 0: linear warm-up, then `schedule`.
+
+    A scheduler of torch begins at step `begin`, by default with the end of the warm-up.
+    """
+    warmup = config.warmup_steps
+    if schedule == COSINE:
+        rises, decay = step < warmup, cosine(step - warmup, steps - warmup, config.final_lr)
+    else:
+        begin = warmup if begin is None else begin
+        table = factors(schedule, config.lr, max(1, steps - begin))
+        rises, decay = step < begin, table[min(max(0, step - begin), len(table) - 1)]
+    return (step + 1) / (warmup + 1) if rises else decay
 
 
 def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
