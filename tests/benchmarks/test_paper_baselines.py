@@ -1,13 +1,18 @@
 """The baselines of Elixir v2, Table 8: the transcription, the bytes of DeepSpeed's host, and what is predicted."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import paper_baselines as baselines
-from benchmarks.paper_table import SEQ, profile_of
+from benchmarks.paper_table import MACHINE, SEQ, profile_of, task_of
+from elixir_moe.planner.hardware import Hardware
+from elixir_moe.planner.solve import price
 from elixir_moe.planner.trace import trace
+from elixir_tools.fit import strategies
 from elixir_tools.models.presets import named_model
 from tests.support.cases import with_further
 from tests.support.every import every
@@ -75,12 +80,39 @@ def test_the_document_has_the_error_of_each_baseline_and_the_cells_that_fit_othe
         for one in found
         if one.fits is (one.measured is None)
     }
-    batches = ("4", "8", "12", "16")
-    assert otherwise == {
-        *((model, "4", batch, "fsdp") for model in ("gpt2-10b", "gpt2-15b") for batch in batches),
-        *(("gpt2-10b", "2", "4", peer) for peer in ("fsdp", "ds_z3")),
-        ("gpt2-10b", "4", "4", "ds_z2"),
-    }
+    assert otherwise == {("gpt2-10b", "4", "4", "ds_z2")}
     ran = sum(one.measured is not None for one in found)
     assert f"All {ran} cells that ran in the paper fit" in DOCUMENT
     assert f"Of the {len(found) - ran} that were out of memory, {len(found) - ran - len(otherwise)} are so" in DOCUMENT
+
+
+@pytest.mark.slow
+def test_the_document_has_the_errors_of_speedups(capsys: pytest.CaptureFixture[str]) -> None:
+    baselines.main([])
+    shown = capsys.readouterr().out
+    found = re.search(r"speedups +mean error +(\S+)%, largest +(\S+)%, 44", shown)
+    assert found is not None and float(found[2]) < 27
+    assert f"The 44 speedups are {found[1]} % off in the mean, at most {found[2]} %" in DOCUMENT
+    assert re.search(r"^gpt2-10b +2 +4 .* 3\.39 +3\.25 ", shown, re.MULTILINE)
+
+
+def test_without_the_gradients_bytes_the_papers_record_would_be_a_draw() -> None:
+    """16 bytes a parameter, as the paper's Table 1 says: 10b on two GPUs lack memory by these 2 alone."""
+    (cell,) = (one for one in baselines.cells([named("gpt2-10b", 2, 4)]) if one.peer == "ds_z3")
+    task = task_of("gpt2-10b", 2, 4, Hardware.named(MACHINE))
+    ours = replace(baselines.PEERS["ds_z3"], more_device_bytes=0)
+    numel = task.profile.parameters // 2
+    size = price(task, strategies.plans(task)["zero-3"][0]).size
+    assert cell.measured is None and not cell.fits and ours.fits(task, size, numel)
+
+
+def test_some_pairs_of_batches_cannot_both_be_right() -> None:
+    found = list(baselines.too_fast([row for row in ROWS if row["model"] == "gpt2-4b" and row["gpus"] == "1"]))
+    assert [(column, first["batch_per_gpu"]) for column, first, *_ in found] == [("ds_z2_o", "8"), ("ds_z3_o", "8")]
+    assert every(more < less for *_, less, more in found)
+
+
+def test_a_speedup_is_over_the_fastest_baseline_that_is_modelled() -> None:
+    assert baselines.printed_speedup(named("gpt2-10b", 2, 4)) == 3.39
+    assert baselines.printed_speedup(named("gpt2-15b", 4, 4)) == pytest.approx(126.4 / 117.4), "not Megatron's 142.3"
+    assert baselines.printed_speedup(named("gpt2-20b", 4, 4)) is None
