@@ -21,6 +21,7 @@ from elixir_moe.planner.hardware import Fitted, Hardware
 from elixir_moe.planner.profile import Profile
 from elixir_moe.planner.solve import PlanCandidate, Task, solve
 from elixir_moe.planner.trace import trace
+from elixir_moe.wrapping.tiling import tile_for
 from elixir_tools.fit.tasks import pretended_ranks
 from elixir_tools.models.presets import named_model
 from elixir_tools.models.shapes import is_mixture
@@ -42,14 +43,16 @@ def rows() -> list[tuple[str, int, int, float]]:
 
 
 @cache
-def profile_of(model: str, gpus: int, batch: int, layers: int | None = None) -> Profile:
-    """The step of one GPU, traced once for each model and batch; `layers` is another depth of the model."""
+def profile_of(model: str, gpus: int, batch: int, layers: int | None = None, tiles: int | None = None) -> Profile:
+    """The step of one GPU, traced once for each model and batch; `layers` is another depth, `tiles` are their bytes."""
     if gpus > 1 and not is_mixture(model):  # each rank runs the step of a single one
-        single = profile_of(model, 1, batch, layers)
+        single = profile_of(model, 1, batch, layers, tiles)
         spread = {"ranks": tuple(range(gpus)), "divisor": gpus}
         return replace(single, params=tuple(replace(p, key=replace(p.key, **spread)) for p in single.params))
     with pretended_ranks(gpus) as mesh:
         given = named_model(model, batch=batch, seq=SEQ, mesh=mesh, layers=layers)
+        if tiles is not None:
+            tile_for(given.model, tiles, torch.bfloat16.itemsize)
         return trace(
             given.model,
             given.step,
@@ -61,10 +64,12 @@ def profile_of(model: str, gpus: int, batch: int, layers: int | None = None) -> 
         )
 
 
-def task_of(model: str, gpus: int, batch: int, hardware: Hardware, layers: int | None = None) -> Task:
+def task_of(
+    model: str, gpus: int, batch: int, hardware: Hardware, layers: int | None = None, tiles: int | None = None
+) -> Task:
     """The planning problem of one row."""
     return Task(
-        profile=profile_of(model, gpus, batch, layers),
+        profile=profile_of(model, gpus, batch, layers, tiles),
         hardware=hardware,
         gpus=gpus,
         capacity_bytes=hardware.gpu_bytes,

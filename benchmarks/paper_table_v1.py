@@ -2,14 +2,15 @@
 
 The machine is known but for two figures, which are ours: sequences are of 1024 tokens, as in v2, and the 21B GPT has
 v2's width of 8192 and 25 layers, which are 20.6 billion parameters. The constants were fitted to v2's table, not here.
-DeepSpeed is ZeRO-3 with offload, for mixtures ZeRO-2 with offload, as `paper_baselines` has them. Figures 6 to 9 are
-pictures: only what the text says of them is compared. Of Figure 6 it says where throughput rises and falls, and names
-no model or batch: two models of v2 on its machine stand in.
+Elixir v1 has no search and no chunks on the device: with its O_FLAG, all chunks are in host memory. Where a model does
+not fit so, it is cut into tiles, which are ours. DeepSpeed is ZeRO-3 with offload, for mixtures ZeRO-2 with offload, as
+`paper_baselines` has them. Figures 6 to 9 are pictures: only what the text says of them is compared. Of Figure 6 it
+says where throughput rises and falls, and names no model or batch: two models of v2 on its machine stand in.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,10 @@ from typing import Any
 
 from benchmarks.paper_baselines import PEERS
 from benchmarks.paper_table import MACHINE, task_of
-from elixir_moe.chunks.plan import Plan, Tier
-from elixir_moe.errors import PlanError
+from elixir_moe.chunks.plan import size_text
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.solve import PlanCandidate, Task, price, solve
+from elixir_moe.planner.solve import PlanCandidate, price
 from elixir_tools.fit import strategies
 from elixir_tools.models.shapes import is_mixture
 
@@ -29,15 +29,17 @@ RESULTS = Path(__file__).with_name("elixir_v1.json")
 LIMIT_BYTES = 40 * 10**9
 """Device memory that the paper allows itself on its 80 GB GPUs."""
 HOST_BYTES = 500 * 10**9
+TILE_BYTES = 512 * 2**20
+"""The tiles that `elixir-moe plan` chooses on a GPU of 40 GB."""
 GPT_21B = ("gpt2-20b", 25)
 """(named model, layers)."""
-BASELINE = ("opt-2.7b", 36)
-"""(model, batch) of PyTorch on the whole 80 GB; the batch is Table II's."""
 SCALING_MACHINE = "aws-p4de-a100-80g-x8"
 """The machine of Figure 6."""
 SMALL, LARGE = "gpt2-4b", "gpt2-15b"
 FEWER, MORE = 4, 8
 """Batches of a GPU."""
+_Slower = Callable[[float], Hardware]
+"""A machine whose GPUs or nodes are joined with so many 1e9 bytes per second."""
 
 
 def shape(model: str) -> tuple[str, int | None]:
@@ -72,19 +74,28 @@ def deepspeed(model: str, gpus: int, batch: int, hardware: Hardware) -> float | 
     return cost.tflops_per_gpu(task.profile, peer.step(plan.seconds, numel))
 
 
-def found(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[Task, PlanCandidate | None]:
-    """The planning problem of a run, and its plan if one fits."""
+def found(model: str, gpus: int, batch: int, hardware: Hardware) -> tuple[PlanCandidate | None, int | None]:
+    """(the plan of v1 for a run, the bytes of tiles); None where none fits, or no tiles are needed."""
     named, layers = shape(model)
-    task = task_of(named, gpus, batch, hardware, layers)
-    try:
-        return task, solve(task)
-    except PlanError:
-        return task, None
+    for tiles in (None, TILE_BYTES):
+        task = task_of(named, gpus, batch, hardware, layers, tiles)
+        choice = price(task, strategies.plans(task)["zero-3-offload"][0])
+        device, host = task.held_bytes(choice.size)
+        if device <= task.allowed_bytes and host <= task.host_bytes:
+            return choice, tiles
+    return None, None
 
 
-def tflops(task: Task, choice: PlanCandidate) -> float:
+def tflops(choice: PlanCandidate) -> float:
     """Predicted relative TFLOPS, the paper's equation 1."""
-    return cost.tflops_per_gpu(task.profile, choice.seconds.step)
+    return cost.tflops_per_gpu(choice.task.profile, choice.seconds.step)
+
+
+def unslowed(choice: PlanCandidate) -> PlanCandidate:
+    """The plan if Adam in host memory had the rate of v2's Table 4 within a step, too."""
+    found = choice.seconds
+    host = found.host_update / choice.task.hardware.fitted.host_update_slowdown
+    return replace(choice, seconds=replace(found, host_update=host))
 
 
 def compared(hardware: Hardware) -> Iterator[dict[str, Any]]:
@@ -95,17 +106,14 @@ def compared(hardware: Hardware) -> Iterator[dict[str, Any]]:
         for framework in ("Elixir", "DeepSpeed")
     )
     limited = replace(hardware, gpu_bytes=LIMIT_BYTES, cpu_bytes=HOST_BYTES)
-    (ratio,) = (row["ratio"] for row in results["text"] if "ratio" in row)
-    name, batch = BASELINE
-    whole = task_of(name, 1, batch, hardware)
-    baseline = tflops(whole, price(whole, Plan.ddp()))
     for row in results["table-2"]:
         for gpus, batch in runs(row):
-            task, choice = found(row["model"], gpus, batch, limited)
-            mine = {"model": row["model"], "gpus": gpus, "batch": batch, "fits": choice is not None}
-            its = mine | {"predicted": None if choice is None else tflops(task, choice), "measured": None}
+            choice, tiles = found(row["model"], gpus, batch, limited)
+            its: dict[str, Any] = {"model": row["model"], "gpus": gpus, "batch": batch, "fits": choice is not None}
+            its |= {"predicted": None, "measured": None, "tiles": tiles}
             if choice is not None:
-                its["device_chunks"], its["chunks"] = choice.chunks_in(Tier.DEVICE), len(choice.layout.chunks)
+                its |= {"predicted": tflops(choice), "unslowed": tflops(unslowed(choice))}
+                its |= {"blocks": choice.plan.blocks(choice.layout), "chunks": len(choice.layout.chunks)}
             rival = batch_of_deepspeed(row, gpus)
             its["deepspeed_batch"] = rival
             its["deepspeed"] = None if rival is None else deepspeed(row["model"], gpus, rival, limited)
@@ -113,24 +121,38 @@ def compared(hardware: Hardware) -> Iterator[dict[str, Any]]:
             its["times"] = its["predicted"] / its["deepspeed"] if its["predicted"] and its["deepspeed"] else None
             if row["model"] == "gpt-21b":
                 its["measured"] = measured[gpus]
-            if (row["model"], gpus) == ("opt-30b", 1):
-                its |= {
-                    "measured": ratio,
-                    "of": "the baseline",
-                    "predicted": its["predicted"] and its["predicted"] / baseline,
-                }
             yield its
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The claims of the text about Figures 7 and 9, with our figures: the least and the most."""
-    texts = [row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["text"] if "times" in row]
+    """The claims of the text about Figures 7 and 9, with our figures: the least and the most, and `unslowed`.
+
+    OPT 30B is compared with OPT 6.7B, which reaches the baseline by the text of Figure 7. A mixture is compared with
+    the dense model of its size on as many GPUs.
+    """
     by_run = {(row["model"], row["gpus"]): row for row in rows}
-    dense = [row["times"] for row in rows if row["model"].startswith("opt") and row["gpus"] == 1 and row["times"]]
-    mixtures = [row["times"] for row in rows if row["model"].startswith("pr-moe") and row["times"]]
-    sizes = [by_run["pr-moe-16b", gpus]["predicted"] / by_run["opt-13b", gpus]["predicted"] for gpus in (1, 4)]
-    for claim, ours in zip(texts, (dense, mixtures, sizes), strict=True):
-        yield claim | {"ours": [min(ours), max(ours)], "runs": len(ours)}
+
+    def over(name: str, dense: str, gpus: int, rate: str) -> float:
+        return float(by_run[name, gpus][rate] / by_run[dense, gpus][rate])
+
+    for claim in (row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["text"]):
+        found = dict[str, list[float]]()
+        for rate in ("predicted", "unslowed"):
+            if claim["claim"] == "baseline":
+                found[rate] = [over("opt-30b", "opt-6.7b", 1, rate)]
+            elif claim["claim"] == "mixture over dense":
+                pairs = [("pr-moe-16b", "opt-13b", n) for n in (1, 4)] + [
+                    ("pr-moe-29b", "opt-30b", n) for n in (1, 2, 4)
+                ]
+                found[rate] = [over(*pair, rate) for pair in pairs]
+            else:
+                kind = "opt" if claim["claim"] == "DeepSpeed" else "pr-moe"
+                alike = [
+                    r for r in rows if r["model"].startswith(kind) and r["times"] and (kind != "opt" or r["gpus"] == 1)
+                ]
+                found[rate] = [row["times"] * row[rate] / row["predicted"] for row in alike]
+        ours, fast = found["predicted"], found["unslowed"]
+        yield claim | {"ours": [min(ours), max(ours)], "unslowed": [min(fast), max(fast)], "runs": len(ours)}
 
 
 def scaling(hardware: Hardware) -> Iterator[dict[str, Any]]:
@@ -138,9 +160,9 @@ def scaling(hardware: Hardware) -> Iterator[dict[str, Any]]:
 
     @cache
     def reached(model: str, gpus: int, batch: int) -> float:
-        task, choice = found(model, gpus, batch, hardware)
+        choice, _ = found(model, gpus, batch, hardware)
         assert choice is not None, "the machine holds both models"
-        return tflops(task, choice)
+        return tflops(choice)
 
     for says, paper, before, after in (
         ("two GPUs instead of one", "falls", (1, MORE), (2, MORE)),
@@ -157,6 +179,43 @@ def scaling(hardware: Hardware) -> Iterator[dict[str, Any]]:
         yield {"says": says, "paper": paper, "ours": ours}
 
 
+def _rate(factor: Callable[[float], float], wanted: float) -> float:
+    """The rate at which a factor that grows with it is as `wanted`, by bisection."""
+    low, high = 0.01, 1000.0
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if factor(middle) > wanted else (middle, high)
+    return high
+
+
+def network(hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """The rates between GPUs or instances with which a GPU's throughput falls as the text about Figure 6 says."""
+
+    def between_gpus(rate: float) -> Hardware:
+        return replace(hardware, by_gpus=hardware.by_gpus | {2: replace(hardware.links(2), b_g2g=rate)})
+
+    def between_nodes(rate: float) -> Hardware:
+        return replace(hardware, node_bandwidth=rate)
+
+    for says, before, after, slower, wanted in (
+        ("two GPUs are as fast as one each", 1, 2, between_gpus, 1.0),
+        ("two instances are as fast as one each", 8, 16, between_nodes, 1.0),
+        ("two instances are half as fast each", 8, 16, between_nodes, 0.5),
+    ):
+        ours = list[float]()
+        for model in (SMALL, LARGE):
+            (one, _), (two, _) = (found(model, gpus, MORE, hardware) for gpus in (before, after))
+            assert one is not None and two is not None, "the machine holds both models"
+            few, many = one.seconds.step, two
+
+            def factor(rate: float, few: float = few, many: PlanCandidate = many, slower: _Slower = slower) -> float:
+                there = replace(many.task, hardware=slower(rate)).seconds(many.moved)
+                return few / replace(there, stall=many.seconds.stall).step
+
+            ours.append(_rate(factor, wanted))
+        yield {"says": says, "ours": ours}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -168,29 +227,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rivals = [r["deepspeed"] / r["deepspeed_measured"] - 1 for r in rows if r["deepspeed"] and r["deepspeed_measured"]]
     said = list(claims(rows))
     scaled = list(scaling(Hardware.named(SCALING_MACHINE)))
+    networks = list(network(Hardware.named(SCALING_MACHINE)))
     if known.json:
         facts = {"rows": rows, "mean_error": mean, "compared": len(errors), "rivals": rivals}
-        print(json.dumps({**facts, "claims": said, "scaling": scaled}))
+        print(json.dumps({**facts, "claims": said, "scaling": scaled, "networks": networks}))
         return
     print("Elixir v1, Tables I and II: relative TFLOPS of a GPU; ?: the text does not tell the batch, or out of memory")
     titles = ("measured", "predicted", "error")
-    print(
-        f"{'model':10} {'GPUs':>4} {'batch':>5} {'fits':>5} {_columns(titles)}  {'batch':>5} {_columns(titles)} times"
-    )
+    print(f"{'model':10} {'GPUs':>4} {'batch':>5} {_columns(titles)}  {'batch':>5} {_columns(titles)} times  plan")
     for row in rows:
         its = _columns(_compared(row["measured"], row["predicted"]))
         theirs = _columns(_compared(row["deepspeed_measured"], row["deepspeed"]))
-        note = f"  of {row['of']}" if "of" in row else ""
+        plan = f"{row['blocks']} blocks, {row['chunks']} chunks in host memory" if row["fits"] else "does not fit"
+        plan += "" if row["tiles"] is None else f", tiles of {size_text(row['tiles'])}"
         print(
-            f"{row['model']:10} {row['gpus']:4} {row['batch']:5} {row['fits']!s:>5} {its}"
-            f"  {row['deepspeed_batch'] or '?':>5} {theirs} {_shown(row['times']):>5}{note}"
+            f"{row['model']:10} {row['gpus']:4} {row['batch']:5} {its}"
+            f"  {row['deepspeed_batch'] or '?':>5} {theirs} {_shown(row['times']):>5}  {plan}"
         )
     print(f"Elixir: mean error {mean:.1%}, largest {max(map(abs, errors)):.1%}, of {len(errors)} measured figures")
     off = [abs(error) for error in rivals]
     print(f"DeepSpeed: mean error {sum(off) / len(off):.1%}, largest {max(off):.1%}, of {len(off)} measured figures")
     for claim in said:
-        paper, ours = ("-".join(f"{value:.1f}" for value in dict.fromkeys(claim[key])) for key in ("times", "ours"))
-        print(f"{claim['where']}: {claim['says']} {paper}; by the plan {ours}, of {claim['runs']} runs")
+        paper, ours, fast = (_range(claim[key]) for key in ("times", "ours", "unslowed"))
+        print(
+            f"{claim['where']}: {claim['says']} {paper}; by the plan {ours}, of {claim['runs']} runs; unslowed {fast}"
+        )
+    fast = ", ".join(f"{row['unslowed']:.1f}" for row in rows if row["measured"])
+    print(f"unslowed, with Adam in a step as fast as by itself (v2, Table 4), the 21B GPT would reach {fast}")
     fit = sum(row["fits"] for row in rows)
     print(f"{fit} of {len(rows)} runs that the paper made fit by the plan")
     ran = [row["deepspeed"] is not None for row in rows if row["deepspeed_batch"]]
@@ -198,7 +261,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Figure 6: throughput of a GPU, {SMALL} and {LARGE} on {SCALING_MACHINE}")
     for row in scaled:
         print(f"{row['says']}: {row['paper']}; by the plan {', '.join(f'{factor - 1:+.1%}' for factor in row['ours'])}")
+    for row in networks:
+        print(f"{row['says']} with {', '.join(f'{rate:.1f}' for rate in row['ours'])} GB/s between them")
     print("Figures 6, 8 and 9 are pictures; the text has no throughput of them, nor the shapes and batches of Figure 6")
+
+
+def _range(values: Sequence[float]) -> str:
+    return "-".join(dict.fromkeys(f"{value:.2f}" for value in values))
 
 
 def _shown(value: float | None) -> str:
