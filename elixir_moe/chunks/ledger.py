@@ -38,8 +38,8 @@ VALUES_REQUEST_BYTES = 1 << 23
 """Bytes of a frozen chunk's values read from disk at once."""
 _SPILL_SLICE_NUMEL = 1 << 20
 """Most elements of a shard on disk updated in one read and write."""
-_WORKSPACE_BYTES = 6 * 2
-"""Bytes for each element of a matrix during its update in bf16: before and after an iteration of Newton-Schulz, two
+_WORKSPACE = 6
+"""Memory for the update of a matrix, in multiples of its own: before and after an iteration of Newton-Schulz, two
 square matrices of its shorter side, and the slices and the whole of one that is cut over ranks."""
 GRADIENT = StateArray("gradient")
 """The sum of gradients on disk."""
@@ -156,7 +156,7 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     if residence is IN_PLACE:
         yield Kind.TURN, Tier.DEVICE, chunk.nbytes
     if chunk.matrix_numel:
-        yield Kind.WORKSPACE, Tier.DEVICE, _WORKSPACE_BYTES * chunk.matrix_numel
+        yield Kind.WORKSPACE, Tier.DEVICE, _WORKSPACE * chunk.key.iterates_in.itemsize * chunk.matrices_at_once_numel
 
 
 class Ledger:

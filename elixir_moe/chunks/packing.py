@@ -46,6 +46,8 @@ LATENCY_BYTES = 1 << 24
 """Shorter collectives are latency-bound; torch's DDP uses buckets of 25 MiB."""
 FINEST = 8
 """A model gets at least about this many chunks, even below `LATENCY_BYTES`: an rCache needs chunks to choose from."""
+MATRICES_AT_ONCE_NUMEL = 1 << 18
+"""Most elements of several matrices that are updated at once: larger ones gain nothing by it."""
 _SEARCH_SPAN = 4
 _MOST_TOGETHER = 4
 """Bytes of the widest elements that weights are trained in."""
@@ -121,8 +123,14 @@ class ChunkSpec:
 
     @property
     def update_itemsize(self) -> int:
-        """Bytes of an element of the update of whole matrices: bf16, unless the fp32 gradient's memory is sent."""
-        return self.key.dtype.itemsize if self.residence.in_shard else 2
+        """Bytes of an element of the update of whole matrices, which is sent as such or as the gradient's memory."""
+        return self.key.dtype.itemsize if self.residence.in_shard else self.key.update_dtype.itemsize
+
+    @property
+    def matrices_at_once_numel(self) -> int:
+        """Elements of the matrices that are updated at once: in fp32, several that are small."""
+        together = min(self.numel, MATRICES_AT_ONCE_NUMEL) if self.key.iterates_in == torch.float32 else 0
+        return max(self.matrix_numel, together)
 
     @property
     def shard_numel(self) -> int:

@@ -68,8 +68,8 @@ class Precision:
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-WHOLE_MATRIX = {"Muon": 1}
-"""{optimizer that updates whole matrices: moments that it keeps for each element}."""
+WHOLE_MATRIX = {"Muon": 1, "Muon in fp32": 1}
+"""{optimizer that updates whole matrices: moments that it keeps for each element}. Muon iterates in bf16 otherwise."""
 WIDE = Precision()
 """The precision of state in torch's optimizers."""
 _ROUTERS = {"gate", "router"}
@@ -111,6 +111,16 @@ class ChunkGroupKey:
     def moments(self, elementwise: int) -> int:
         """The moments that are kept for each element; `elementwise` is the number for an elementwise optimizer."""
         return WHOLE_MATRIX.get(self.optimizer, elementwise)
+
+    @property
+    def iterates_in(self) -> torch.dtype:
+        """The dtype in which whole matrices are updated."""
+        return torch.float32 if self.optimizer.endswith("fp32") else torch.bfloat16
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype in which whole updates travel: bf16, unless blocks have room for more and it is of use."""
+        return self.iterates_in if self.dtype == torch.float32 else torch.bfloat16
 
     @property
     def master_in_values(self) -> bool:

@@ -120,7 +120,7 @@ def names_of_members(optimizer: torch.optim.Optimizer) -> str:
 
 
 def whole_matrix(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name in `param_spec.WHOLE_MATRIX` of an optimizer that updates whole matrices; None for all others."""
+    """The first name in `param_spec.WHOLE_MATRIX` of an optimizer that updates whole matrices; None for all others."""
     return "Muon" if type(optimizer) in (torch.optim.Muon, Muon) else None
 
 
@@ -132,7 +132,7 @@ def elementwise_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | 
 def trained_whole(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
     """Returns {parameter: the whole-matrix optimizer that trains it}."""
     return {
-        parameter: name
+        parameter: f"{name} in fp32" if group.get("ns_dtype") == "fp32" else name
         for member in members_of(optimizer)
         if (name := whole_matrix(member)) is not None
         for group in member.param_groups

@@ -13,6 +13,7 @@ Source: K. Jordan, "Muon"; the owners are those of J. Liu et al., "Muon is Scala
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import nn
 
 from elixir_moe.errors import UsageError
 from elixir_moe.optim.cut_matrix import cuts_of, slice_of, whole_shape
-from elixir_moe.optim.muon import whole_update
+from elixir_moe.optim.muon import orthogonalize
 from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, UpdateAtOnce
-from elixir_moe.optim.whole_matrix import bands, in_chunk, matrices, owners, parts_of
+from elixir_moe.optim.whole_matrix import Matrix, at_once, bands, fixed_options, in_chunk, matrices, owners
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
@@ -35,7 +36,7 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
     def __init__(self, chunks: Sequence[Chunk], groups: Sequence[Mapping[str, Any]], whole: WholeUpdates) -> None:
         super().__init__(chunks, ("momentum_buffer",))
         self._groups, self._whole = groups, whole
-        self._parts = [parts_of(group) for group in groups]
+        self._fixed = [fixed_options(group) for group in groups]
         self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
         self._matrices = {
             p: list(matrices(local_of(p).shape, groups[self._group_of[p]]))
@@ -51,13 +52,13 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
         }
         """{index of a chunk: its matrices, with the rank that updates each}."""
 
-    def check_parts(self) -> None:
-        """Raises UsageError if a group names other parts of its matrices than when this was built."""
-        for index, (then, group) in enumerate(zip(self._parts, self._groups, strict=True)):
-            if (now := parts_of(group)) != then:
+    def check_fixed(self) -> None:
+        """Raises UsageError if an option of a group that is fixed has another value than when this was built."""
+        for index, (then, group) in enumerate(zip(self._fixed, self._groups, strict=True)):
+            if (now := fixed_options(group)) != then:
                 raise UsageError(
-                    f"the parts of the matrices in param_groups[{index}] were {then} in wrap and are {now} now: owners "
-                    f"and memory follow from them, so set them before wrap"
+                    f"options in param_groups[{index}] were {then} in wrap and are {now} now: owners and memory follow "
+                    f"from them, so set them before wrap"
                 )
 
     def _run(
@@ -100,16 +101,23 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
 
     def _orthogonalize(self, chunk: Chunk, used: set[nn.Parameter], update: torch.Tensor) -> None:
         """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
+
+        def part_of(matrix: Matrix) -> torch.Tensor:
+            return update.as_strided(matrix.shape, (matrix.stride, 1), update.storage_offset() + matrix.start)
+
+        mine = []
         for matrix, owner in self._owned[chunk.spec.index]:
-            parameter = chunk.parameters[matrix.slot]
-            cuts = self._cuts[parameter]
-            part = update.as_strided(matrix.shape, (matrix.stride, 1), update.storage_offset() + matrix.start)
-            if owner != chunk.communicator.rank or parameter not in used:
-                part.zero_()
+            if owner == chunk.communicator.rank and chunk.parameters[matrix.slot] in used:
+                mine.append(matrix)
             else:
-                whole = self._whole.join(part, cuts)
-                whole = whole_update(whole, self._groups[self._group_of[parameter]])
-                part.copy_(slice_of(whole, cuts, chunk.communicator.rank))
+                part_of(matrix).zero_()
+        for slot, of_parameter in groupby(mine, key=lambda matrix: matrix.slot):
+            parameter = chunk.parameters[slot]
+            cuts, options = self._cuts[parameter], self._groups[self._group_of[parameter]]
+            for together in at_once(of_parameter, options):
+                joined = [self._whole.join(part_of(matrix), cuts) for matrix in together]
+                for matrix, whole in zip(together, orthogonalize(joined, options), strict=True):
+                    part_of(matrix).copy_(slice_of(whole, cuts, chunk.communicator.rank))
 
     def _apply(
         self,

@@ -407,7 +407,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"optimizer.param_groups"
                 )
         if self._updates.whole is not None:
-            self._updates.whole.check_parts()
+            self._updates.whole.check_fixed()
         if isinstance(self._updates.elementwise, AdamUpdate) and any(
             group.get("amsgrad") for group in self.param_groups
         ):

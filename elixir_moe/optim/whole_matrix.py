@@ -6,20 +6,20 @@ tensor.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from elixir_moe.chunks.packing import ChunkSpec
+from elixir_moe.chunks.packing import MATRICES_AT_ONCE_NUMEL, ChunkSpec
 from elixir_moe.errors import ConfigError
 
 Rows = int | Sequence[int]
 """Parts of a fused matrix, one below the other: their number, or the rows of each."""
 
 
-PARTS = ("split_rows", "split_columns")
-"""The options that say of which parts a matrix consists; 1 if a group has none."""
+FIXED: Mapping[str, Any] = {"split_rows": 1, "split_columns": 1, "ns_dtype": "bf16"}
+"""{option of a group on which layout and memory depend: its value where a group has none}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +68,23 @@ def matrices(shape: Sequence[int], options: Mapping[str, Any]) -> Iterator[Matri
                 yield Matrix(start=start, shape=(bottom - top, right - left), stride=columns)
 
 
-def parts_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group in `PARTS`, comparable by value."""
-    found = {name: options.get(name, 1) for name in PARTS}
-    return {name: tuple(parts) if isinstance(parts, list) else parts for name, parts in found.items()}
+def at_once(found: Iterable[Matrix], options: Mapping[str, Any]) -> Iterator[list[Matrix]]:
+    """Yields the matrices of a parameter that are orthogonalized together, in order: in fp32, small ones of a shape.
+
+    In bf16 each is by itself, as in torch: a batched product may round an element otherwise, and the iteration in bf16
+    makes that more.
+    """
+    for (rows, columns), alike in groupby(found, key=lambda matrix: matrix.shape):
+        most = MATRICES_AT_ONCE_NUMEL // (rows * columns) if options.get("ns_dtype") == "fp32" else 1
+        rest = list(alike)
+        for first in range(0, len(rest), max(most, 1)):
+            yield rest[first : first + max(most, 1)]
+
+
+def fixed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group in `FIXED`, comparable by value."""
+    found = {name: options.get(name, default) for name, default in FIXED.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _ends(whole: int, parts: Rows, option: str, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,9 +23,6 @@ from elixir_moe.runtime.phase import Phase
 from elixir_moe.runtime.streams import Streams
 from elixir_moe.spans import span
 
-SENT_IN = torch.bfloat16
-"""The dtype in which updates travel."""
-
 
 def update_memory(chunk: Chunk) -> torch.Tensor:
     """The memory of the gradient in this rank's shard, (shard_numel,), for the update that takes its place.
@@ -33,7 +30,7 @@ def update_memory(chunk: Chunk) -> torch.Tensor:
     fp32 or bf16: an fp16 gradient's memory holds bf16, since an update may be too small for fp16.
     """
     gradient = chunk.shard.gradient()
-    return gradient.view(SENT_IN) if gradient.dtype is torch.float16 else gradient
+    return gradient.view(torch.bfloat16) if gradient.dtype is torch.float16 else gradient
 
 
 class WholeUpdates:
@@ -68,8 +65,8 @@ class WholeUpdates:
             self._add(chunk, own, own)
             return
         with self._block(chunk) as block, span("update", chunk.label):
-            whole = block.claim(spec).view(SENT_IN)[: spec.numel]
-            wire = block.wire(spec).view(SENT_IN)[: spec.numel]
+            whole = block.claim(spec).view(spec.key.update_dtype)[: spec.numel]
+            wire = block.wire(spec).view(spec.key.update_dtype)[: spec.numel]
             (chunk.own_part(whole) if spec.shards > 1 else whole).copy_(own)
             if spec.shards > 1:
                 self._count(chunk, "all_gather", wire)

@@ -168,7 +168,7 @@ def test_other_parts_of_a_matrix_after_wrap_are_refused_by_step_and_by_load(tmp_
     em.save(tmp_path / "saved", model, optimizer)
     optimizer.param_groups[0]["split_rows"] = 2
     model(X).square().mean().backward()
-    with pytest.raises(UsageError, match=r"param_groups\[0\] were .*'split_rows': \(4, 4\).* and are .*: 2,"):
+    with pytest.raises(UsageError, match=r"param_groups\[0\] were .*'split_rows': \(4, 4\).* in wrap and are .*: 2,"):
         optimizer.step()
     optimizer.param_groups[0]["split_rows"] = [4, 4]
     optimizer.step()

@@ -333,6 +333,14 @@ def test_a_matrix_takes_four_bytes_of_state_beside_the_master() -> None:
     assert needed.shard_bytes["device"] == 64 * 64 * (2 + 4 + 4) // 2
 
 
+def test_an_update_in_fp32_has_room_for_several_small_matrices() -> None:
+    sizes = {"Muon": 2 * 32 * 32, "Muon in fp32": 4 * 24 * 32 * 32}
+    for optimizer, nbytes in sizes.items():
+        spec = replace(spec_of("w", (24, 32, 32), optimizer, (0, 1)), matrix=(32, 32))
+        needed = footprint(em.Plan.zero3(rcache_blocks=2), build_layout([spec]), over_gloo=True)
+        assert needed.workspace_bytes == 6 * nbytes
+
+
 def spec_of(name: str, shape: tuple[int, ...], optimizer: str, group: tuple[int, ...]) -> ParamSpec:
     key = ChunkGroupKey(ranks=group, dtype=torch.bfloat16, trainable=True, divisor=len(group), optimizer=optimizer)
     return ParamSpec(name=name, shape=shape, key=key)
@@ -603,11 +611,14 @@ def test_expert_parallel_stacks_are_updated_where_they_are(world: int, plan: str
             assert (found[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
-def moved(plan: em.Plan) -> tuple[dict[str, int], dict[str, int]]:
+def moved(plan: em.Plan, ns_dtype: str) -> tuple[dict[str, int], dict[str, int]]:
     """(rank) The bytes that a step moves, counted and predicted."""
     mesh_of_world()
     model = build()
-    model, optimizer = em.wrap(model, optimizers(model), plan=plan, sample=rows(0, 0), step=loss_of)
+    both = optimizers(model)
+    for group in both[0].param_groups:
+        group["ns_dtype"] = ns_dtype
+    model, optimizer = em.wrap(model, both, plan=plan, sample=rows(0, 0), step=loss_of)
     trained(model, optimizer, range(2))
     found = []
     for step in range(2, 4):
@@ -625,10 +636,13 @@ def moved(plan: em.Plan) -> tuple[dict[str, int], dict[str, int]]:
     return counted, {way: predicted[way] for way in counted}
 
 
-@pytest.mark.parametrize(("world", "plan"), [(2, "zero3"), (2, "ddp"), (4, "offload")])
-def test_a_step_sends_what_the_planner_counts(world: int, plan: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("world", "plan", "ns_dtype"),
+    [(2, "zero3", "bf16"), (2, "zero3", "fp32"), (2, "ddp", "bf16"), (4, "offload", "bf16")],
+)
+def test_a_step_sends_what_the_planner_counts(world: int, plan: str, ns_dtype: str, ranks: Ranks) -> None:
     given = PLANS[plan] if plan == "ddp" else replace(PLANS[plan], rcache_blocks=8)
-    for counted, predicted in ranks(world).run(moved, given):
+    for counted, predicted in ranks(world).run(moved, given, ns_dtype):
         assert counted == predicted
         assert set(counted) == ({"reduced"} if plan == "ddp" else {"gathered", "reduced"})
 
@@ -658,6 +672,46 @@ def test_a_searched_plan_counts_bytes_and_seconds_of_muon_and_trains_alike() -> 
             one.step()
             one.zero_grad()
         assert same_tensors(mine, model.state_dict()), step
+
+
+def in_fp32(plan: em.Plan | None) -> list[dict[str, Tensor]]:
+    """(rank) The weights of a `Fused` that iterates in fp32, each rank with its own rows; plain without a plan."""
+    torch.manual_seed(2)
+    model: Any = Fused()
+    both: Any = fused_optimizers(model)
+    count, first = ROWS, 0
+    for group in both[0].param_groups:
+        group["ns_dtype"] = "fp32"
+    if plan is not None:
+        mesh_of_world()
+        count = ROWS // dist.get_world_size()
+        first = count * dist.get_rank()
+        model, optimizer = em.wrap(model, both, plan=plan)
+        both = (optimizer,)
+    found = []
+    for step in range(STEPS):
+        loss_of(model, rows(step, 0, first, count)).backward()
+        for one in both:
+            one.step()
+            one.zero_grad()
+        found.append({name: value.clone() for name, value in (model.state_dict() if plan is None else {}).items()})
+        if plan is not None:
+            found[-1] = em.full_state_dict(model, all_ranks=True)
+    if plan is None:
+        return found
+    assert any("Muon in fp32" in chunk.key.label for chunk in em.inspect(model).layout.chunks)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(("world", "plan"), [(1, "offload"), (2, "zero3"), (2, "ddp"), (4, "zero2")])
+def test_an_iteration_in_fp32_keeps_differences_of_the_order_of_sums_small(world: int, plan: str, ranks: Ranks) -> None:
+    wanted = in_fp32(None)
+    given = replace(PLANS[plan], rcache_blocks="all" if PLANS[plan].scatter else PLANS[plan].rcache_blocks)
+    for found in ranks(world).run(in_fp32, given):
+        for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            for name, weight in theirs.items():
+                assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), (step, name)
 
 
 CUTS = {"columns": 1, "rows": 0, "stack": 1, "stack_of_columns": 2}

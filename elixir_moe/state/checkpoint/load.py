@@ -22,7 +22,7 @@ from elixir_moe.errors import CheckpointError
 from elixir_moe.optim.agreement import LossScale
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.optim.state import OptimizerState
-from elixir_moe.optim.whole_matrix import parts_of
+from elixir_moe.optim.whole_matrix import fixed_options
 from elixir_moe.parallel.state_dict import modules_with_extra_state
 from elixir_moe.state.checkpoint.frozen import frozen_records
 from elixir_moe.state.checkpoint.held import HeldPiece, buffers_of, held_pieces, wrapped_of
@@ -411,18 +411,18 @@ def _options(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> 
     """Returns the saved options of a param_group, without the names of its parameters.
 
     Raises CheckpointError, with `where` and the option's name, if its type differs from that of the current value, or
-    a matrix of the save has other parts.
+    an option is fixed in `wrap` and has another value.
     """
     if "params" in saved:
         raise CheckpointError(f"{where}['params']: parameters are not an option; use another checkpoint")
     if "lr" in group and "lr" not in saved:
         raise CheckpointError(f"{where}['lr'] is missing; use another checkpoint")
     options = {name: decode(value, f"{where}[{name!r}]") for name, value in saved.items() if name != "param_names"}
-    for name, saved_parts in parts_of(options).items():
-        if name in options and saved_parts != (present := parts_of(group)[name]):
+    for name, fixed in fixed_options(options).items():
+        if name in options and fixed != (present := fixed_options(group)[name]):
             raise CheckpointError(
-                f"{where}[{name!r}] is {saved_parts}, and {present} in the optimizer, which was wrapped with it: build "
-                f"the optimizer with {name}={saved_parts}"
+                f"{where}[{name!r}] is {fixed!r}, and {present!r} in the optimizer, which was wrapped with it: build "
+                f"the optimizer with {name}={fixed!r}"
             )
     for name, value in options.items():
         present = group.get(name, 0.0 if name in _RATES else None)
