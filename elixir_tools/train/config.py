@@ -20,6 +20,7 @@ from elixir_moe.ext.records import ABOVE_0, Check, Respelled, at_least, check
 from elixir_tools import settings
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.names import COSINE, DTYPES, short_dtype
+from elixir_tools.watch.control import Control
 from elixir_tools.watch.supervisor import WatchConfig
 
 if TYPE_CHECKING:
@@ -249,6 +250,16 @@ class TrainWatchConfig(WatchConfig):
     memory_tries: Annotated[int, at_least(0)] = 6
     """Number of times a step that ran out of memory is redone with less before the run ends: first with a smaller
     rCache, then with smaller micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainControl(Control):
+    """The settings in `control.yaml` that a training run follows."""
+
+    schedule: str | None = None
+    """New schedule of the learning rate, as optimizer.schedule; a scheduler of torch begins with the next step."""
+    global_batch: Annotated[int | None, at_least(1)] = None
+    """New number of samples per step; micro-batches keep their size, so a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,17 +57,19 @@ from elixir_tools.report.records import StepRecord, Summary, process_bytes
 from elixir_tools.report.timeline import recorded
 from elixir_tools.train import memory
 from elixir_tools.train.activations import distributions
-from elixir_tools.train.config import OptimizerConfig, TrainConfig, identity
+from elixir_tools.train.config import OptimizerConfig, TrainConfig, TrainControl, identity
 from elixir_tools.train.data import Text, decode_bytes, rows_of
 from elixir_tools.train.directory import extra_of, last_before, move_apart, path_apart
 from elixir_tools.train.report import Console, Report
 from elixir_tools.train.schedule import cosine, factors
 from elixir_tools.train.waiting import Waits
-from elixir_tools.watch.control import INTERRUPTED, Control, ControlFile, Signals, changes, exit_code_of, named
+from elixir_tools.watch.control import INTERRUPTED, ControlFile, Signals, changes, exit_code_of, named
 from elixir_tools.watch.supervisor import DIVERGED, Action, Observation, Supervisor, Verdict
 from elixir_tools.watch.tensors import name_not_finite, scales
 
 _LOG = logging.getLogger(__name__)
+_CONTROLLED = ("lr", "clip_norm", "schedule", "schedule_begin", "global_batch", "accumulation")
+"""Fields of `Progress` that `control.yaml` changes."""
 T = TypeVar("T")
 
 
@@ -163,8 +165,12 @@ class Progress:
     """Factor on the learning rate; lowered when a run goes back."""
     clip_norm: float | None
     """Bound on the global gradient norm; None: no clipping."""
+    global_batch: int
+    """Samples per step, over all ranks and micro-batches."""
     accumulation: int
     """Micro-batches that each rank runs per step; raised when memory is short."""
+    tokens: int = 0
+    """Tokens predicted in the steps done."""
 
     def next_batch(self) -> int:
         """The number of the next batch."""
@@ -184,7 +190,7 @@ class Agreed:
     """A signal that some rank received; 0 for none."""
     saved: bool
     """The save in progress has ended on all ranks."""
-    control: Control
+    control: TrainControl
     """New settings; those that have not changed are left out."""
 
 
@@ -210,6 +216,7 @@ class Trainer:
             lr=config.optimizer.lr,
             schedule=config.optimizer.schedule,
             clip_norm=config.optimizer.clip_norm,
+            global_batch=config.run.global_batch,
             accumulation=config.run.accumulation,
         )
         self.directory = Path(config.run.out).absolute()
@@ -217,9 +224,9 @@ class Trainer:
         """The latest checkpoint."""
         self._saving: Saving | None = None
         """The save in progress."""
-        self._control, self._busy = ControlFile(self.directory / CONTROL), BusyTime(self.device)
-        self._first = 0
-        """Steps done when this run began or resumed."""
+        self._control, self._busy = ControlFile(self.directory / CONTROL, TrainControl), BusyTime(self.device)
+        self._first = self._tokens = 0
+        """Steps done, and tokens predicted in them, when this run began or resumed."""
         self._last: StepRecord | None = None
 
         torch.manual_seed(config.run.seed)  # the same on all ranks, so that replicated weights start equal
@@ -270,7 +277,7 @@ class Trainer:
             with self._busy_with("reading the checkpoint"):
                 self.resume(source)
             _LOG.debug("resumed from %s, step %d", source, self.progress.step)
-        self._first = self.progress.step
+        self._first, self._tokens = self.progress.step, self.progress.tokens
         if self.report is not None:
             self.report.write("config.yaml", settings.to_yaml(self.config))
             self.report.begin(self.description(), inspect(self.model), self.progress.accumulation, source, self._first)
@@ -297,7 +304,7 @@ class Trainer:
             val_loss=val_loss,
             bigram_loss=self.report.bigram_loss,
             train_seconds=seconds,
-            tokens_per_second=(steps - self._first) * self.tokens_per_step / max(seconds, 1e-9),
+            tokens_per_second=(self.progress.tokens - self._tokens) / max(seconds, 1e-9),
             out=self.config.run.out,
             prediction=None if expected is None else expected.as_dict(),
         )
@@ -387,7 +394,7 @@ class Trainer:
 
     def _micro_batches(self) -> Iterator[Tensor]:
         """This rank's micro-batches of the step."""
-        batch = self.data.batch(seed=self.config.run.seed, step=self.progress.batch, rows=self.config.run.global_batch)
+        batch = self.data.batch(seed=self.config.run.seed, step=self.progress.batch, rows=self.progress.global_batch)
         for micro_batch in batch.chunk(self.progress.accumulation):
             yield rows_of(micro_batch, self.replica, self.replicas).to(self.device)
 
@@ -412,6 +419,7 @@ class Trainer:
         """Drops the gradients and counts the step."""
         self.optimizer.zero_grad()
         self.progress.step += 1
+        self.progress.tokens += self.tokens_per_step
         self.mark()
 
     def mark(self) -> None:
@@ -460,7 +468,7 @@ class Trainer:
             busy_seconds=tuple(busy),
             signal=int(max(signals)),
             saved=all(are_saved),
-            control=asked if isinstance(asked, Control) else Control(),
+            control=asked if isinstance(asked, TrainControl) else TrainControl(),
         )
 
     def _follow(self, agreed: Agreed) -> None:
@@ -477,12 +485,40 @@ class Trainer:
         if agreed.control.save or (every is not None and step % every == 0 and step < self.config.run.steps):
             self.save(asynchronous=self.config.save.asynchronous)
 
-    def _apply(self, control: Control) -> None:
-        """Applies the numbers of new settings."""
-        now = {name: getattr(self.progress, name) for name in ("lr", "clip_norm")}
-        for name, value, text in changes(control, now, self.progress.step + 1):
-            setattr(self.progress, name, value)
+    def _apply(self, control: TrainControl) -> None:
+        """Applies new settings from the next step on; one that does not fit is told, and the others hold."""
+        progress, first = self.progress, self.progress.step + 1
+        now = {name: getattr(progress, name) for name in ("lr", "clip_norm")}
+        for name, value, text in changes(control, now, first):
+            setattr(progress, name, value)
             self.event("control", text)
+        for name, change in (("schedule", self._reschedule), ("global_batch", self._resize_batch)):
+            value, before = getattr(control, name), getattr(progress, name)
+            if value is None or value == before:
+                continue
+            try:
+                change(value)
+            except ConfigError as error:
+                self.event("control", f"{CONTROL} is not followed: {error}")
+            else:
+                self.event("control", f"{name} is {value} from step {first} on, it was {before}")
+
+    def _reschedule(self, schedule: str) -> None:
+        """Changes the schedule. Raises ConfigError for one that does not last to the end of the run."""
+        progress, config = self.progress, self.config
+        if schedule != COSINE:
+            factors(schedule, config.optimizer.lr, max(1, config.run.steps - progress.step))
+        progress.schedule, progress.schedule_begin = schedule, progress.step
+
+    def _resize_batch(self, samples: int) -> None:
+        """Changes the samples of a step, in micro-batches of the same size. Raises ConfigError if they do not fit."""
+        progress = self.progress
+        together = progress.global_batch // progress.accumulation
+        if samples % together:
+            raise ConfigError(
+                f"global_batch={samples} is not a multiple of {together}, the samples of a micro-batch of all ranks"
+            )
+        progress.global_batch, progress.accumulation = samples, samples // together
 
     def _stop(self, text: str, exit_code: int) -> NoReturn:
         self.event("stopped", text)
@@ -531,14 +567,24 @@ class Trainer:
         self._settle()
         extra = load(source, self.model, self.optimizer)
         self.supervisor.restore(extra["supervisor"])
-        self.progress = Progress(**extra["progress"])
-        run, unit = self.config.run, self.replicas * self.progress.accumulation
-        if run.global_batch % unit or self.progress.accumulation < run.accumulation:
-            self.progress.accumulation = run.accumulation
+        self.progress = Progress(**{"global_batch": self.config.run.global_batch, **extra["progress"]})
+        self._fit_micro_batches()
         if source.parent == self.directory / CHECKPOINTS:
             self.latest = source
         self.mark()
         self._move_apart()
+
+    def _fit_micro_batches(self) -> None:
+        """Divides the samples of a step among these ranks, in micro-batches of at most the size in the settings."""
+        progress, samples = self.progress, self.progress.global_batch
+        if samples % self.replicas:
+            raise ConfigError(
+                f"the run has global_batch={samples} by {CONTROL}, which {self.replicas} ranks cannot share equally: "
+                "start a number of ranks that divides it"
+            )
+        rows, fewest = samples // self.replicas, -(-samples // self.config.micro_batch)
+        if rows % progress.accumulation or progress.accumulation < fewest:
+            progress.accumulation = next(count for count in range(fewest, rows + 1) if rows % count == 0)
 
     def _move_apart(self) -> None:
         """Rank 0 moves checkpoints of steps that are not done yet out of the regular ones."""
@@ -581,7 +627,8 @@ class Trainer:
         self.resume(target)
         progress = self.progress
         progress.avoid, progress.rate = before.avoid + action.avoid, before.rate * action.rate
-        progress.lr, progress.clip_norm = before.lr, before.clip_norm  # of control.yaml, which is not read again
+        for name in _CONTROLLED:  # by control.yaml, which is not read again
+            setattr(progress, name, getattr(before, name))
         self.mark()
         step = progress.step
         if self.report is not None:
@@ -608,8 +655,9 @@ class Trainer:
         progress, states = self._mark
         self.progress = replace(progress)
         set_random_states(read_random_states(states, "the beginning of the step"))
-        rows = self.config.run.global_batch // self.replicas
-        config = scarcity.next(inspect(self.model), rows, self.progress.accumulation)
+        samples = self.config.run.global_batch  # the settings keep theirs, in micro-batches of the present size
+        accumulation = samples * self.progress.accumulation // self.progress.global_batch
+        config = scarcity.next(inspect(self.model), samples // self.replicas, accumulation)
         self.latest = self._last_before(self.progress.step + 1)
         self.save(must=True)
         blocks = config.plan.rcache_blocks
@@ -637,7 +685,7 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks predict in a step."""
-        return self.config.run.global_batch * self.config.model.seq_len
+        return self.progress.global_batch * self.config.model.seq_len
 
     def _with_evaluation(self, record: StepRecord) -> StepRecord:
         """The record of a step with the evaluation that is due after it, if any."""
@@ -681,7 +729,7 @@ class Trainer:
         yield f"model       {self.parameters:,} parameters, layers of width {model.d_model}: {kinds}"
         yield self.data.description(self.validation)
         yield (
-            f"step        {run.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}"
+            f"step        {self.progress.global_batch} samples of {model.seq_len} bytes, ranks: {self.ranks}"
             f"{f' (tp {run.tp})' * (run.tp > 1)}, "
             f"micro-batches: {self.progress.accumulation}, {run.dtype}, plan: {self.config.plan.kind}"
         )

@@ -65,8 +65,9 @@ def changes(asked: Control, now: Mapping[str, float | None], step: int) -> Itera
 class ControlFile:
     """`control.yaml`, on rank 0."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, kind: type[Control] = Control) -> None:
+        """`kind`: the settings that the run follows."""
+        self._path, self._kind = path, kind
         self._seen: tuple[int, int, int] | None = None
 
     def asked(self) -> Control | ConfigError | None:
@@ -87,7 +88,7 @@ class ControlFile:
         if stamp == self._seen:
             return None
         self._seen = stamp
-        return settings.build(Control, settings.read_yaml(self._path))
+        return settings.build(self._kind, settings.read_yaml(self._path))
 
 
 @contextmanager
