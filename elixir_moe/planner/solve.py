@@ -184,7 +184,8 @@ class PlanCandidate:
 def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
     """Finds the fastest plan that fits; `packings` may come from a problem with the same step, on any machine.
 
-    Plans without `Plan.whole_layers` are tried only at the chunk length of the fastest plan. The host time of units
+    Plans without `Plan.whole_layers` are tried only at the chunk length of the fastest plan, and host checkpoints only
+    where not all weights stay gathered: the memory might serve longer chunks, with less waste. The host time of units
     does not decide where chunks are placed: more chunks on the device are taken to be faster.
 
     Raises:

@@ -287,8 +287,8 @@ def bytes_of(task: Task, layout: Layout, device_chunks: int, disk_chunks: int, w
 
 
 def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
-    best = min((choice.seconds.step for choice in every_plan(task, rng)), default=None)
-    if best is None:
+    choices = list(every_plan(task, rng))
+    if not choices:
         with pytest.raises(PlanError, match=r"too little (device memory|host memory|memory of device)") as error:
             solve(task)
         for enough in what_would_help(task, str(error.value)):
@@ -297,5 +297,7 @@ def nothing_beats_the_plan_for(task: Task, rng: random.Random) -> None:
         return
     found = solve(task)
     assert not shortage(found.task, found.size)
-    assert found.seconds.step <= best * (1 + 1e-12)
+    if found.plan.rcache_blocks == "all" and not found.plan.offloaded:  # then inputs of checkpoints stay, too
+        choices = [choice for choice in choices if not choice.task.kept_regions]
+    assert found.seconds.step <= min(choice.seconds.step for choice in choices) * (1 + 1e-12)
     assert price(task, found.plan) == found, "what was found is what the plan says"
