@@ -70,6 +70,8 @@ class Task:
     """fp32 values the optimizer keeps per element."""
     overlaps_updates: bool = True
     """Whether updates in host memory overlap with the next forward, as Adam's do where the host runs ahead."""
+    updates_in_backward: bool = False
+    """Whether such updates begin in the last backward of a step, as under `ShardedOptimizer.update_in_backward`."""
     over_gloo: bool = False
     """Whether reductions run over gloo."""
     imbalance: float = 1.0
@@ -325,7 +327,7 @@ def with_stall(candidate: PlanCandidate) -> PlanCandidate:
     if task.overlaps_updates and seconds.host_update:
         requested = (chunk for entry in schedule.entries for chunk in entry.chunks)
         updates = cost.update_seconds(plan, layout, requested, seconds.host_update)
-        hidden = seconds.host_update - (elapsed(updates=updates) - updated)
+        hidden = seconds.host_update - (elapsed(updates=updates, in_backward=task.updates_in_backward) - updated)
     stall, hidden = (value if value > _ROUNDING * seconds.step else 0.0 for value in (stall, hidden))
     return replace(candidate, seconds=replace(seconds, stall=stall, hidden_update=hidden))
 

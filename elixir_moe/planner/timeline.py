@@ -5,12 +5,22 @@ host updates. Pure: the rCache decides as in the runtime (`chunks.cache_policy`)
 fetch and update.
 
 The host is taken to run ahead of the device, as with a GPU: it asks for each fetch before the device is ready for it.
-Updates begin behind backward, as if gradients were clipped: `update_in_backward` begins them earlier.
+Updates begin behind backward, as if gradients were clipped; or, with `in_backward`, once a chunk's gradients leave
+their block, as under `ShardedOptimizer.update_in_backward`.
 """
 
 from collections.abc import Sequence
 
-from elixir_moe.chunks.cache_policy import ACQUIRE, RELEASE, WARM_UP_STEPS, CacheRequest, CacheState, Load, Schedule
+from elixir_moe.chunks.cache_policy import (
+    ACQUIRE,
+    RELEASE,
+    WARM_UP_STEPS,
+    CacheRequest,
+    CacheState,
+    Load,
+    Schedule,
+    gradients_of,
+)
 
 
 class Timeline:
@@ -30,6 +40,8 @@ class Timeline:
         """{block: the time at which its last readers end}."""
         self._updated: dict[int, float] = {}
         """{chunk: the time at which the last update of its shard ends}."""
+        self._update_end = 0.0
+        """The time from which on the updating thread is free."""
 
     def request(self, request: CacheRequest, loads: Sequence[Load], seconds: float = 0.0) -> None:
         """Computes for `seconds`; then the rCache gets the request and decides on the loads.
@@ -51,11 +63,12 @@ class Timeline:
             self.computed = max(self.computed, *(self._arrival[chunk] for chunk in request.chunks))
 
     def update(self, updates: Sequence[tuple[int, float]]) -> None:
-        """Updates chunks one after another from the end of a backward on; `updates` are (chunk, seconds)."""
-        end = max((self.computed, *self._updated.values()))
+        """Updates chunks one after another from now on, behind earlier updates; `updates` are (chunk, seconds)."""
+        end = max(self.computed, self._update_end)
         for chunk, seconds in updates:
             end += seconds
             self._updated[chunk] = end
+        self._update_end = end
 
 
 def elapsed_seconds(
@@ -65,25 +78,32 @@ def elapsed_seconds(
     blocks: int,
     backwards: int = 1,
     updates: Sequence[tuple[int, float]] = (),
+    *,
+    in_backward: bool = False,
 ) -> float:
     """Returns the seconds from the end of one step's last backward to that of the next.
 
     The `schedule` is that of one forward and backward, of which a step has `backwards`. There are compute seconds
     before each request and after the last, fetch seconds for each chunk, 0 if it does not cross the bus, and (chunk,
-    seconds) of each update in host memory.
+    seconds) of each update in host memory. `in_backward`: updates begin in a step's last backward.
     """
     cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds)
 
-    def play() -> None:
+    def play(waiting: dict[int, float] | None = None) -> None:
+        """Plays a backward with its forward; the updates that are `waiting` for their gradients begin in it."""
         for entry, seconds in zip(schedule.entries, compute_seconds, strict=False):
             ask = cache.acquire if entry.verb is ACQUIRE else cache.release
             timeline.request(entry, ask(entry.chunks), seconds)
+            if waiting and entry.verb is RELEASE:
+                done = [gradients_of(chunk) for chunk in entry.chunks if gradients_of(chunk) in waiting]
+                timeline.update([(chunk, waiting.pop(chunk)) for chunk in done])
         timeline.computed += compute_seconds[-1]
         cache.rewind()
 
     for _ in range(WARM_UP_STEPS if schedule.kept or updates else 0):
-        play()
-        timeline.update(updates)
+        waiting = dict(updates) if in_backward else {}
+        play(waiting)
+        timeline.update([update for update in updates if not in_backward or update[0] in waiting])
         cache.drop([chunk for chunk in cache.chunks if chunk not in schedule.kept])
     began = timeline.computed
     for _ in range(backwards):

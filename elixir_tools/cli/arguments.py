@@ -232,6 +232,11 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--budget", metavar="SIZE", help="memory of a GPU to plan for: 40GiB; by default all of it")
     verb.add_argument("--imbalance", type=float, default=1.0, help="routed rows of the busiest rank, in even shares")
+    verb.add_argument(
+        "--update-in-backward",
+        action="store_true",
+        help="the training clips nothing, and updates in host memory begin in backward",
+    )
     verb.add_argument("--compare", action="store_true", help="price DDP and ZeRO-1/2/3 next to the plan")
     verb.add_argument(
         "--largest", choices=LARGEST, help="instead of a plan: the deepest model, batch or sequence that fits"

@@ -212,6 +212,7 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam else None,
         moments=OPTIMIZERS[known.optimizer],
         overlaps_updates=adam,
+        updates_in_backward=known.update_in_backward,
         imbalance=known.imbalance,
         accumulation=known.accumulation,
     )

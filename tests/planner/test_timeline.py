@@ -269,6 +269,31 @@ def test_updates_in_host_memory_count_as_far_as_no_forward_hides_them() -> None:
     assert 0 < found.hidden_update < 0.5 * found.compute, "backward is two parts of three, and waits for all of them"
 
 
+def test_updates_that_begin_in_backward_hide_behind_it_too() -> None:
+    """Two chunks: forward 0, 1, then backward 1, 0, each for 3 seconds; chunk 1's gradients leave after 9 of 12."""
+    forward = [CacheRequest(verb, (chunk,)) for chunk in (0, 1) for verb in (ACQUIRE, RELEASE)]
+    backward = [CacheRequest(verb, (chunk, gradients_of(chunk))) for chunk in (1, 0) for verb in (ACQUIRE, RELEASE)]
+    schedule = Schedule([*forward, *backward])
+    compute = [0.0, 3.0, 0.0, 3.0, 0.0, 3.0, 0.0, 3.0, 0.0]
+
+    def seconds(first: float, second: float, *, early: bool) -> float:
+        updates = [(0, first), (1, second)]
+        return elapsed_seconds(schedule, compute, [1.0, 1.0], 4, updates=updates, in_backward=early)
+
+    assert seconds(2, 2, early=False) == 3 + 12, "chunk 0 is updated, then fetched; chunk 1 is updated meanwhile"
+    assert seconds(2, 2, early=True) == 3 + 12, "chunk 1 has been updated in backward, chunk 0 is updated behind it"
+    assert seconds(1, 9, early=False) == 11 + 9, "chunk 1 is late for its forward"
+    assert seconds(1, 9, early=True) == 8 + 12, "chunk 1 has begun 3 seconds earlier, and chunk 0 waits for it"
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_is_no_longer_if_its_updates_begin_in_backward(accumulation: int) -> None:
+    late = offloaded(accumulation=accumulation)
+    early = offloaded(accumulation=accumulation, updates_in_backward=True)
+    assert early.host_update == late.host_update and early.hidden_update > 1.2 * late.hidden_update
+    assert early.hidden_update < early.host_update, "the last chunk's update begins when backward ends"
+
+
 def test_a_step_of_several_backwards_hides_updates_once() -> None:
     one, five = offloaded(), offloaded(accumulation=5)
     assert five.hidden_update == pytest.approx(one.hidden_update, rel=0.2)
