@@ -7,7 +7,7 @@ it. A device whose module has no streams, such as "mps", is refused by name.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -50,6 +50,14 @@ def count() -> int:
     """How many accelerators this process sees."""
     device = kind()
     return 0 if device is None else int(api(device).device_count())
+
+
+def visible_without(excluded: Collection[int]) -> dict[str, str]:
+    """Returns the environment of processes that see the GPUs of this one, except those of these numbers."""
+    ((name, _),) = HIDDEN.items()
+    given = os.environ.get(name)
+    visible = list(map(str, range(count()))) if given is None else given.split(",")
+    return {name: ",".join(gpu for number, gpu in enumerate(visible) if number not in excluded)}
 
 
 def current(device: torch.device) -> torch.device:

@@ -11,4 +11,5 @@ from elixir_moe.accelerator import (
     has_bf16,
     is_accelerator,
     total_bytes,
+    visible_without,
 )

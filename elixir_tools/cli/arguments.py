@@ -47,6 +47,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{hint and f'; {hint}'}; see {self.prog} --help")
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a list separated by commas, each once."""
+    return tuple(sorted({int(number) for number in text.split(",")}))
+
+
+_EXCLUDE: Any = {
+    "type": _numbers,
+    "metavar": "RANKS",
+    "default": (),
+    "help": "of these N ranks, leave out some with their GPUs, such as 1,3: those that events call slow",
+}
+
+
 def parser_of(settings_help: str | None) -> Parser:
     """The parser of all verbs. `settings_help` is about the settings of `train`."""
     parser = Parser(prog="elixir-moe", description=_ABOUT, allow_abbrev=False)
@@ -63,12 +76,14 @@ def parser_of(settings_help: str | None) -> Parser:
     )
     train.add_argument("--config", metavar="FILE", help="settings, as YAML")
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    train.add_argument("--exclude", **_EXCLUDE)
     train.add_argument(
         "--details", action="store_true", help="also show the plan: chunk groups, rCache, tiers, seconds, bytes held"
     )
     for kind, name in TRAINERS.items():
         finetune = add(kind, help=f"fine-tune with TRL's {name}Trainer", add_help=False)
         finetune.add_argument("--nproc", type=int, metavar="N", help="ranks on this machine; one for each GPU")
+        finetune.add_argument("--exclude", **_EXCLUDE)
     add("env", help="show versions and devices")
     add_plan(add("plan", help="find the best plan for a model on a machine"))
     check = add(

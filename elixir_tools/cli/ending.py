@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Collection
 from contextlib import suppress
 from typing import NoReturn
 
@@ -50,14 +51,18 @@ def tell_end(text: str, exit_code: int, *, shown: bool) -> int:
     return exit_code
 
 
-def number_of_ranks(nproc: int | None) -> int:
-    """Number of ranks of this run, whether they are started yet or not."""
+def number_of_ranks(nproc: int | None, excluded: Collection[int] = ()) -> int:
+    """Number of ranks of this run, whether they are started yet or not, without those `excluded`."""
     if not launch.under_torchrun():
         if nproc is not None and nproc < 1:
             raise ConfigError(f"--nproc: expected at least 1, got {nproc}")
-        return nproc or 1
+        if excluded:
+            launch.leave_out(nproc or 1, excluded)
+        return (nproc or 1) - len(excluded)
     world = int(os.environ["WORLD_SIZE"])
-    if nproc not in (None, world):
+    if excluded and not launch.has_launcher():
+        raise ConfigError("--exclude is for --nproc: hide the GPUs from torchrun with CUDA_VISIBLE_DEVICES instead")
+    if nproc not in (None, world + len(excluded)):
         raise ConfigError(f"--nproc {nproc}, but torchrun has already started {world} ranks: leave --nproc out")
     return world
 

@@ -41,7 +41,8 @@ def run(known: argparse.Namespace) -> int:
         parser_of(known.verb).print_help()
         return 0
     given = parse(known.verb, known.rest)
-    ranks = number_of_ranks(known.nproc or (None if launch.under_torchrun() else accelerator.count() or 1))
+    nproc = known.nproc or (None if launch.under_torchrun() else accelerator.count() or 1)
+    ranks = number_of_ranks(nproc, known.exclude)
     if ranks > 1 and not launch.under_torchrun():
         launch.launch(ranks, known.arguments, threads=1)
         return 0

@@ -45,7 +45,7 @@ def _start(known: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from elixir_tools.watch.supervisor import DIVERGED
 
     config = configs.load(known.config, overrides)
-    ranks = number_of_ranks(known.nproc)
+    ranks = number_of_ranks(known.nproc, known.exclude)
     shown = rank_here() == 0 and not launch.has_launcher() and not known.quiet
     with Waits(quiet=not shown)("reading the text"):
         config.check_ranks(ranks)

@@ -28,6 +28,7 @@ from elixir_moe.ext.trainer import SET_ASIDE_FOLDER, GoBack, StepCallback, why_i
 from elixir_tools.report.directory import CONTROL, FILES, LOCK, Claim, unused
 from elixir_tools.report.records import RunFiles, StepRecord, Summary, planned_text, process_bytes
 from elixir_tools.report.timeline import recorded
+from elixir_tools.train.launch import place_here
 from elixir_tools.watch import control as controls
 from elixir_tools.watch.control import Control, Signals, changes
 from elixir_tools.watch.supervisor import Action, Observation, Supervisor, Verdict, WatchConfig
@@ -72,6 +73,8 @@ class Supervise(_Told):
         self._avoid: set[int] = set()
         self._saved: list[str] = []
         """Folders of this run's checkpoints, the oldest first."""
+        self._places: list[str] = []
+        """Where each rank runs."""
 
     @property
     def keeps_weights(self) -> bool:
@@ -100,7 +103,9 @@ class Supervise(_Told):
             self._rate = before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called when weights and optimizer are there."""
+        """Called when weights and optimizer are there. Collective."""
+        control_group = require_wrapped(self.trainer.model, "Supervise").groups.control
+        self._places = gathered(place_here(args.device.type), control_group)
         folder = _checkpoint_of(args, state)
         if state.global_step and folder not in self._saved:
             self._saved.append(folder)
@@ -123,6 +128,7 @@ class Supervise(_Told):
             losses=facts.losses,
             norm=facts.norm,
             busy_seconds=facts.busy_seconds,
+            places=self._places,
             tokens_per_expert=facts.tokens_per_expert,
             scales=scales(wrapped) if self._looks_at_scales else {},
         )

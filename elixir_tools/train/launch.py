@@ -13,20 +13,25 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from elixir_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _LAUNCHED = "ELIXIR_LAUNCHED"
 """Environment variable of ranks whose launcher prints their errors."""
+_EXCLUDED = "ELIXIR_EXCLUDED"
+"""Environment variable with the numbers of the GPUs that the launcher has left out."""
 
 
 class RanksFailed(Exception):  # noqa: N818 (it passes on an error that has a name of its own)
@@ -45,6 +50,35 @@ def under_torchrun() -> bool:
 def has_launcher() -> bool:
     """Whether this process is a rank started by `launch`, which prints the errors of its ranks."""
     return _LAUNCHED in os.environ and under_torchrun()
+
+
+def leave_out(ranks: int, excluded: Collection[int]) -> None:
+    """Hides the GPUs of the ranks `excluded`, of `ranks` in all, from this process and those that it starts.
+
+    Raises ConfigError if there are no such ranks, or not each has a GPU.
+    """
+    from elixir_moe.ext.accelerator import count, visible_without
+
+    words = f"--exclude {','.join(map(str, excluded))}"
+    if not all(0 <= rank < ranks for rank in excluded) or len(excluded) >= ranks:
+        raise ConfigError(f"{words}: expected some of the {ranks} ranks, from 0 to {ranks - 1}, and not all of them")
+    if (gpus := count()) < ranks:
+        raise ConfigError(
+            f"{words} leaves out the GPUs of ranks, and {ranks} ranks have {gpus} GPUs here: start fewer ranks instead"
+        )
+    os.environ.update(visible_without(excluded))
+    os.environ[_EXCLUDED] = ",".join(map(str, excluded))
+
+
+def place_here(device_type: str) -> str:
+    """Where this rank runs, and how the launcher starts the next run without its GPU."""
+    host, rank = socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))
+    if device_type == "cpu":
+        return f"{host}, CPU"
+    excluded = [int(number) for number in os.environ.get(_EXCLUDED, "").split(",") if number]
+    gpu = [number for number in range(rank + len(excluded) + 1) if number not in excluded][rank]
+    without = ",".join(map(str, sorted([*excluded, gpu])))
+    return f"{host}, GPU {gpu}" + f"; --exclude {without} starts without it" * has_launcher()
 
 
 def launch(ranks: int, arguments: Sequence[str], threads: int) -> None:

@@ -40,7 +40,7 @@ from elixir_moe.errors import CheckpointError, ConfigError, ElixirError
 from elixir_moe.ext.accelerator import expandable_by
 from elixir_moe.ext.checkpoints import CHECKPOINTS, random_states, read_random_states, set_random_states
 from elixir_moe.ext.models import CutLinear, LayerRanks, logical_numel, require_wrapped
-from elixir_moe.ext.ranks import BusyTime, agree, default_store
+from elixir_moe.ext.ranks import BusyTime, agree, default_store, gathered
 from elixir_tools import settings
 from elixir_tools.models.gpt import (
     GPT,
@@ -60,6 +60,7 @@ from elixir_tools.train.activations import distributions
 from elixir_tools.train.config import OptimizerConfig, TrainConfig, TrainControl, identity
 from elixir_tools.train.data import Text, decode_bytes, rows_of
 from elixir_tools.train.directory import extra_of, last_before, move_apart, path_apart
+from elixir_tools.train.launch import place_here
 from elixir_tools.train.report import Console, Report
 from elixir_tools.train.schedule import cosine, factors
 from elixir_tools.train.waiting import Waits
@@ -240,6 +241,7 @@ class Trainer:
             self._loss = partial(lm_loss_without_logits, recompute=recompute)
         self.model, self.optimizer = self._wrap(model)
         self.wrapped = require_wrapped(self.model, "train")
+        self._places = gathered(place_here(mesh.device_type), self.wrapped.groups.control)
         torch.manual_seed(config.run.seed + 1 + self.replica)  # from here on for dropout, which differs between ranks
         self.mark()
 
@@ -330,6 +332,7 @@ class Trainer:
             norm=norm,
             scaled=self.optimizer.loss_scale is not None,
             busy_seconds=agreed.busy_seconds,
+            places=self._places,
             tokens_per_expert=experts,
             scales=self.scales() if self._scales_are_due() else {},
         )

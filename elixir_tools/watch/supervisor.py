@@ -91,6 +91,8 @@ class Observation:
     """Whether the loss was scaled (fp16): the optimizer then skips gradients that overflowed."""
     busy_seconds: tuple[float, ...] = ()
     """Time of each rank without its waits for other ranks."""
+    places: Sequence[str] = ()
+    """Where each rank runs, for messages."""
     tokens_per_expert: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """{mixture layer: tokens of each expert}."""
     scales: Mapping[str, float] = field(default_factory=dict)
@@ -265,7 +267,10 @@ class Supervisor:
             self._busy.append(seen.busy_seconds)
         for rank, score in enumerate(self.scores()):
             slow = score > self._config.straggler_score
-            text = f"rank {rank} is slow: its share of a step takes {score:.2f} times as long as the median rank's"
+            where = f" ({seen.places[rank]})" if seen.places else ""
+            text = (
+                f"rank {rank}{where} is slow: its share of a step takes {score:.2f} times as long as the median rank's"
+            )
             yield from self._once(f"rank {rank}", slow, Note(kind="straggler", text=text))
 
     def _starved(self, seen: Observation) -> Iterator[Note]:

@@ -1,6 +1,7 @@
 """Supervision, control.yaml, signals and records, through both doors: `train` and TRL's trainers under a plan."""
 
 import shlex
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,13 @@ def test_tokens_of_experts_are_counted_for_the_records(ranks: Ranks, tmp_path: P
         tokens = line["tokens_per_second"] * line["step_seconds"]
         assert len(line["tokens_per_expert"]) == 2
         assert every(sum(counts) == pytest.approx(2 * tokens) for counts in line["tokens_per_expert"].values())
+
+
+@both_doors
+def test_a_slow_rank_is_named_with_its_host(door: str, ranks: Ranks, tmp_path: Path) -> None:
+    found = DOORS[door](ranks(2), tmp_path, {}, 0, 100, {"window": "2", "straggler_score": "1.0000001"})
+    texts = [text for kind, text in found.events if kind == "straggler"]
+    assert texts and every(f" ({socket.gethostname()}, CPU) is slow: " in text for text in texts), found.events
 
 
 @both_doors

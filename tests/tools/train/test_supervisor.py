@@ -89,6 +89,13 @@ def test_a_slow_rank_gets_a_score_and_one_line() -> None:
         assert not kinds(supervisor.observe(seen(step, busy_seconds=(1.0, 1.1, 1.0))))
 
 
+def test_a_slow_rank_is_named_with_its_place() -> None:
+    supervisor, places = Supervisor(WatchConfig(window=2)), ["one, GPU 0", "two, GPU 0"]
+    for step in (1, 2):
+        action = supervisor.observe(seen(step, busy_seconds=(1.0, 4.0), places=places))
+    assert [note.text.partition(": ")[0] for note in action.notes] == ["rank 1 (two, GPU 0) is slow"]
+
+
 def test_norms_and_scales_are_watched() -> None:
     supervisor = after(Supervisor(WatchConfig(window=10)))
     assert kinds(supervisor.observe(seen(21, norm=500.0))) == ["norm"]
