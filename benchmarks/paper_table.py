@@ -115,7 +115,8 @@ class Priced:
         found = self._found
         compute = found.compute / fitted.device_efficiency + self._overhead * fitted.overhead_ns_per_parameter
         overlapped = max(compute + found.units, found.fetch, found.offload)
-        exposed = max(fitted.exposed_collectives * found.collectives, found.collectives - overlapped)
+        hiding = max(compute, found.fetch, found.offload)
+        exposed = max(fitted.exposed_collectives * found.collectives, found.collectives - hiding)
         return overlapped + exposed + found.device_update + fitted.host_update_slowdown * found.host_update
 
 

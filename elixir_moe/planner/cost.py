@@ -318,7 +318,8 @@ def seconds(
         disk_update=max(moved.disk_numel / v_c, disk),
         units=accumulation * moved.units * hardware.unit_us / 1e6,
     )
-    return replace(found, exposed=max(found.exposed, collectives - found.overlapped))
+    hiding = max(found.compute, found.fetch, found.offload)  # units are time of the host, which sends collectives too
+    return replace(found, exposed=max(found.exposed, collectives - hiding))
 
 
 def tflops_per_gpu(profile: Profile, step_seconds: float, accumulation: int = 1) -> float:
