@@ -11,9 +11,20 @@ from benchmarks import (
     paper_table,
     paper_table_v1,
     paper_zero_infinity,
+    paper_zero_infinity_plans,
 )
 
-PROGRAMS = (paper_table, paper_regions, paper_baselines, paper_table_v1, paper_zero_infinity, paper_htms, paper_blog)
+PROGRAMS = (
+    paper_table,
+    paper_regions,
+    paper_baselines,
+    paper_table_v1,
+    paper_zero_infinity,
+    paper_zero_infinity_plans,
+    paper_htms,
+    paper_blog,
+)
+
 
 if __name__ == "__main__":
     for program in PROGRAMS:

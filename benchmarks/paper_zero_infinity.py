@@ -50,9 +50,8 @@ def _show_comparison() -> None:
         print(f"ZeRO-Infinity, {title}")
         for what, printed, ours in compared(table):
             print(f"{printed:8g} {ours:8.4g} {ours / printed - 1:+7.1%}  {what}")
-    print(
-        "Figures 1, 5 and 6b to 6e are pictures; for Figure 6a see `elixir-moe plan --largest model` on a DGX-2 (docs)"
-    )
+    print("Figures 1, 5 and 6b to 6e are pictures, with single figures in the text")
+    print("For Figure 6a see `elixir-moe plan --largest model` on a DGX-2 (docs)")
 
 
 def table_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
