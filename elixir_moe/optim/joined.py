@@ -11,32 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_moe.errors import ConfigError, UsageError
+from elixir_moe.errors import ConfigError
 from elixir_moe.optim.muon import Muon
-
-_CYCLED = {"momentum", "betas"}
-"""The options of which torch's cyclic schedulers look for one, to set it in all groups."""
-
-
-class _CommonDefaults(dict[str, Any]):
-    """The defaults of a `Joined`: none, but those in `_CYCLED` if all members have them."""
-
-    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self._kept_by = {
-            name: [type(member).__name__ for member in members if name in member.defaults] for name in _CYCLED
-        }
-        self._members = len(members)
-
-    def __contains__(self, name: object) -> bool:
-        """Raises UsageError for an option in `_CYCLED` that some members have, and others lack."""
-        kept_by = self._kept_by.get(str(name), [])
-        if kept_by and len(kept_by) < self._members:
-            raise UsageError(
-                f"a scheduler is to set {name!r} in all groups, and only {kept_by[0]} has it: build OneCycleLR and "
-                f"CyclicLR with cycle_momentum=False, or one on each of the optimizers before em.wrap"
-            )
-        return bool(kept_by) or super().__contains__(name)
 
 
 class Joined(torch.optim.Optimizer):
@@ -52,8 +28,10 @@ class Joined(torch.optim.Optimizer):
                 f"{named} was built from named parameters, and another of the optimizers {names_of_members(self)} was "
                 f"not: give names to all of them, as in model.named_parameters(), or to none"
             )
+        first, *others = (member.defaults for member in members)
+        common = {name: value for name, value in first.items() if all(name in other for other in others)}
         try:
-            super().__init__(groups, _CommonDefaults(members))
+            super().__init__(groups, common)
         except ValueError as error:
             raise ConfigError(
                 f"the optimizers {names_of_members(self)} of em.wrap share parameters ({error}): give each trainable "
