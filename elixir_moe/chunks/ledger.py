@@ -17,7 +17,7 @@ import torch
 from elixir_moe.chunks.cache_policy import LOOKAHEAD
 from elixir_moe.chunks.packing import ChunkSpec, Layout
 from elixir_moe.chunks.param_spec import StateArray
-from elixir_moe.chunks.plan import Plan, Tier, reads_disk, size_text
+from elixir_moe.chunks.plan import Plan, Tier, keeps_values, reads_disk, size_text
 from elixir_moe.chunks.residence import CACHED, IN_PLACE, RESIDENT
 
 DISK_THREADS = 4
@@ -123,7 +123,9 @@ _Need = tuple[Kind, Tier, int]
 """(kind, tier, bytes)."""
 
 
-def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -> Iterator[_Need]:
+def needs(
+    chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool, values_on_device: bool = False
+) -> Iterator[_Need]:
     """Yields the memory that one rank needs for a chunk in `tier`.
 
     A chunk has a second shard: a separate master, whose reduced gradient overwrites the values, or, where the values
@@ -136,6 +138,8 @@ def needs(chunk: ChunkSpec, tier: Tier, *, moments: int, values_on_disk: bool) -
     if not from_disk:
         memory = second_bytes(chunk) + chunk.key.moments(moments) * chunk.key.precision.moment_bytes(numel)
         yield Kind.SHARD, tier.of_compute, values + (memory if trainable and tier is not Tier.DISK else 0)
+    if keeps_values(chunk, tier, values_on_device=values_on_device):
+        yield Kind.SHARD, Tier.DEVICE, values
     if trainable and not from_disk and (tier is Tier.DISK or chunk.key.dtype != torch.float32):
         yield Kind.SUMS, tier.of_compute, 4 * numel
     if trainable and tier is Tier.DISK:
@@ -171,13 +175,14 @@ class Ledger:
         over_gloo: bool,
         async_sums: bool | None = None,
         values_on_disk: bool = False,
+        values_on_device: bool = False,
     ) -> None:
         """Counts the bytes of a layout, given the tier of each chunk.
 
         `moments` is the number of values that the elementwise optimizer keeps per element. With `async_sums`, as with a
         GPU, gradients are summed in host memory while backward runs; by default unless reductions run over gloo.
         """
-        self._layout, self._moments, self._whole = layout, moments, values_on_disk
+        self._layout, self._moments, self._whole, self._near = layout, moments, values_on_disk, values_on_device
         self._async_sums = not over_gloo if async_sums is None else async_sums
         self._staging_bytes = max((chunk.staging_bytes(over_gloo=over_gloo) for chunk in layout.chunks), default=0)
         self._totals = {kind: {tier.value: 0 for tier in Tier} for kind in _SUMMED}
@@ -209,6 +214,7 @@ class Ledger:
             over_gloo=over_gloo,
             async_sums=async_sums,
             values_on_disk=plan.values_on_disk,
+            values_on_device=plan.values_on_device,
         )
 
     def move(self, index: int, tier: Tier) -> None:
@@ -219,7 +225,8 @@ class Ledger:
             self._book(index, was, tier)
 
     def _needs(self, index: int, tier: Tier) -> Iterator[_Need]:
-        return needs(self._layout.chunks[index], tier, moments=self._moments, values_on_disk=self._whole)
+        chunk, moments = self._layout.chunks[index], self._moments
+        return needs(chunk, tier, moments=moments, values_on_disk=self._whole, values_on_device=self._near)
 
     def _book(self, index: int, was: Tier, tier: Tier) -> None:
         key = self._alike[index], was, tier
@@ -317,7 +324,13 @@ def held_rows(plan: Plan, layout: Layout, moments: int) -> list[dict[str, Any]]:
 
 def shard_bytes(plan: Plan, layout: Layout, chunk: ChunkSpec, moments: int) -> int:
     """Bytes of one rank's long-lived state of a chunk."""
-    needed = needs(chunk, plan.tier_of(layout, chunk), moments=moments, values_on_disk=plan.values_on_disk)
+    needed = needs(
+        chunk,
+        plan.tier_of(layout, chunk),
+        moments=moments,
+        values_on_disk=plan.values_on_disk,
+        values_on_device=plan.values_on_device,
+    )
     return sum(nbytes for kind, _, nbytes in needed if kind is Kind.SHARD)
 
 

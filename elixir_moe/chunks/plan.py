@@ -55,6 +55,11 @@ def reads_disk(chunk: ChunkSpec, tier: Tier, *, values_on_disk: bool) -> bool:
     return tier is Tier.DISK and (values_on_disk or not chunk.key.trainable)
 
 
+def keeps_values(chunk: ChunkSpec, tier: Tier, *, values_on_device: bool) -> bool:
+    """Whether a chunk of this tier has a copy of its compute shard on the device, from which gathers read."""
+    return values_on_device and tier is not Tier.DEVICE and chunk.key.trainable
+
+
 def size_text(nbytes: float) -> str:
     """Formats a byte count in the largest binary unit that it fills: ``2.50 MiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -201,6 +206,9 @@ class Plan:
     values_on_disk: bool = False
     """The compute shards of chunks on disk, and an fp32 sum of their gradients, are on disk too: in host memory these
     chunks need only buffers that all of them share. Gathers read from disk, and gradients are written to it."""
+    values_on_device: bool = False
+    """The compute shards of trainable chunks outside the device are on the device too: gathers read them there, and
+    only the first one after an update copies them from host memory."""
     disk: str | None = None
     """Folder in which each rank creates the file for its chunks on disk; nothing remains in it afterwards."""
     verify: bool = False
@@ -259,7 +267,7 @@ class Plan:
             object.__setattr__(self, "narrow_state", _names("narrow_state", self.narrow_state))
         if self.narrow_state is not None and not self.precision.is_narrow:
             raise PlanError("narrow_state has no effect with master='fp32' and moments='fp32': leave it out")
-        for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "disk"):
+        for name in ("device_chunks", "device_bytes", "disk_chunks", "host_bytes", "values_on_device", "disk"):
             if getattr(self, name) not in (0, None) and not self.offloaded:
                 raise PlanError(
                     f"{name}={getattr(self, name)} needs offloaded=True: without it, all chunks are on the device"
@@ -275,6 +283,8 @@ class Plan:
                 raise PlanError(f"{size}={size_text(nbytes)} and {count}={getattr(self, count)}: give one of them")
         if self.disk is None and (self.host_bytes is not None or self.disk_chunks is None):
             raise PlanError("chunks that do not fit in host memory go to disk: name a folder for them with disk=")
+        if self.values_on_device and self.values_on_disk:
+            raise PlanError("values_on_device=True and values_on_disk=True: give one of them")
         if self.values_on_disk and self.disk_chunks == 0 and self.host_bytes is None:
             raise PlanError("values_on_disk=True has no effect with disk_chunks=0: leave it out")
         if self.disk is not None and self.disk_chunks == 0 and self.host_bytes is None:
@@ -331,6 +341,7 @@ class Plan:
         host: int | str | None = None,
         disk: str | os.PathLike[str] | None = None,
         values_on_disk: bool = False,
+        values_on_device: bool = False,
         verify: bool = False,
         shared_frozen: bool = False,
         rcache: int | str | None = None,
@@ -356,6 +367,9 @@ class Plan:
                 host. Nothing remains in it afterwards.
             values_on_disk: put the weights that gathers read, and sums of gradients, on disk too: chunks on disk then
                 keep nothing in host memory. Use it when the 16-bit weights by themselves exceed host memory.
+            values_on_device: keep the weights that gathers read on the device, sharded, and only the optimizer's state
+                in host memory or on disk: they cross the host link once a step, however often they are gathered. For
+                several ranks: on one, a larger `rcache` does the same with less memory.
             verify: keep checksums of everything written to disk, and compare them on every read.
             shared_frozen: store frozen weights once for all ranks of a host, and gather them without a collective: for
                 adapters on GPUs that cannot read each other's memory.

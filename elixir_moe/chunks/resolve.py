@@ -103,7 +103,7 @@ def _device_chunks(plan: Plan, params: Sequence[ParamSpec], moments: int) -> int
     """The most chunks whose state fits in `device_bytes`."""
     assert plan.device_bytes is not None, "the caller has checked it"
     layout = plan.layout(params)
-    ledger = Ledger.of(plan, layout, moments=moments, over_gloo=False)
+    ledger = Ledger.of(replace(plan, values_on_device=False), layout, moments=moments, over_gloo=False)
     for count, chunk in enumerate(reversed(layout.chunks)):
         ledger.move(chunk.index, Tier.DEVICE)
         if ledger.state_bytes(Tier.DEVICE) > plan.device_bytes:

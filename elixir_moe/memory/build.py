@@ -12,7 +12,7 @@ import torch
 from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.ledger import values_bytes
 from elixir_moe.chunks.packing import ChunkSpec
-from elixir_moe.chunks.plan import Tier, reads_disk
+from elixir_moe.chunks.plan import Tier, keeps_values, reads_disk
 from elixir_moe.memory.disk import DiskStore
 from elixir_moe.memory.disk_values import FullDiskShard, ValuesFile
 from elixir_moe.memory.gate import Gate
@@ -20,7 +20,7 @@ from elixir_moe.memory.gradient_sum import SumApart, SumInMemory, SumOnDisk
 from elixir_moe.memory.host_sums import HostSums
 from elixir_moe.memory.shard_state import ShardState
 from elixir_moe.memory.slabs import LOCKED_BYTES, Slab, allocation, untouched_zeros
-from elixir_moe.memory.values import ValuesInMemory, ValuesOnDisk
+from elixir_moe.memory.values import ValuesInMemory, ValuesOnDevice, ValuesOnDisk
 
 
 def filled_later(spec: ChunkSpec, tier: Tier, device: torch.device) -> bool:
@@ -36,6 +36,7 @@ def build_shards(
     values: ValuesFile | None = None,
     *,
     values_on_disk: bool = False,
+    values_on_device: bool = False,
     shared: Mapping[int, torch.Tensor] | None = None,
     rank: int = 0,
 ) -> list[ShardState]:
@@ -43,7 +44,8 @@ def build_shards(
     beyond `LOCKED_BYTES`.
 
     For chunks on disk, `store` is the file of masters and moments, and `values` that of values: of frozen chunks, and
-    with `values_on_disk` of trainable ones too. `shared` has the memory of whole chunks that ranks of this host share:
+    with `values_on_disk` of trainable ones too. With `values_on_device`, trainable chunks outside the device have a
+    copy of their values on `device`. `shared` has the memory of whole chunks that ranks of this host share:
     the shards of global rank `rank` are parts of it. `host_sums` adds gradients of chunks outside the device tier
     while backward runs.
 
@@ -73,6 +75,8 @@ def build_shards(
         in_memory = not reads_disk(spec, tier, values_on_disk=values_on_disk) and spec.index not in shared
         if in_memory and not filled_later(spec, tier, device):
             want(spec, tier.of_compute, spec.key.dtype)
+        if keeps_values(spec, tier, values_on_device=values_on_device):
+            want(spec, Tier.DEVICE, spec.key.dtype)
         if spec.key.trainable and tier is not Tier.DISK:
             want(spec, tier, spec.key.dtype if spec.key.master_in_values else torch.float32)
     slabs = {
@@ -99,6 +103,12 @@ def build_shards(
         disk = FullDiskShard(store, numel, spec.index, source.elements())
         return ShardState(spec, Tier.DISK, source, gate, SumOnDisk(disk, gate, host_sums), disk=disk)
 
+    def in_slab(spec: ChunkSpec, tier: Tier, own: torch.Tensor, gate: Gate) -> ValuesInMemory:
+        """The values of a chunk in a slab."""
+        if keeps_values(spec, tier, values_on_device=values_on_device):
+            return ValuesOnDevice(own, gate, allocate(spec, Tier.DEVICE, spec.key.dtype))
+        return ValuesInMemory(own, gate)
+
     def build(spec: ChunkSpec, tier: Tier) -> ShardState:
         if reads_disk(spec, tier, values_on_disk=values_on_disk):
             return whole(spec)
@@ -116,15 +126,16 @@ def build_shards(
         if tier is Tier.DISK:
             assert store is not None, "chunks on disk without a file"
             disk = store.allocate(spec.shard_numel, spec.index)
-            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumInMemory(None, gate, adder), disk=disk)
+            source = in_slab(spec, tier, own, gate)
+            return ShardState(spec, tier, source, gate, SumInMemory(None, gate, adder), disk=disk)
         if spec.key.precision.master == "bf16":
             gradient = allocate(spec, tier, spec.key.dtype)
-            return ShardState(spec, tier, ValuesInMemory(own, gate), gate, SumApart(gradient, gate, adder))
+            return ShardState(spec, tier, in_slab(spec, tier, own, gate), gate, SumApart(gradient, gate, adder))
         master = allocate(spec, tier, torch.float32)
         if spec.key.dtype == torch.float32:  # the master is what a gather sends, and the other memory is for gradients
-            source, sink = ValuesInMemory(master, gate), SumInMemory(own, gate, adder)
+            source, sink = in_slab(spec, tier, master, gate), SumInMemory(own, gate, adder)
         else:
-            source, sink = ValuesInMemory(own, gate), SumInMemory(None, gate, adder)
+            source, sink = in_slab(spec, tier, own, gate), SumInMemory(None, gate, adder)
         return ShardState(spec, tier, source, gate, sink, master=master)
 
     return [build(spec, tier) for spec, tier in chunks]

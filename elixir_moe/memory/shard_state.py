@@ -11,6 +11,7 @@ files call this one. Nothing here moves bytes between ranks. No property blocks;
     bf16, and so its master    memory              the values     memory of its own        memory, from the first time
     16 bits; any on disk       memory              memory, disk   the values' place        memory, from the first time
     with `values_on_disk`      disk                disk           the sum                  disk
+    with `values_on_device`    memory, and a copy  as without it, and so is the rest
 
 That a gradient takes the values' place saves its memory (v2, 4.1). If the values are needed before the update, they are
 cast from the master again. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
@@ -130,10 +131,12 @@ class ShardState:
     def values(self) -> torch.Tensor:
         """The values that a gather sends, in the compute dtype.
 
-        They are cast from the master if a gradient has overwritten them. Blocks until a running update has finished,
-        and until values on disk are read.
+        They are cast from the master if a gradient has overwritten them, and no copy of them is on the device. Blocks
+        until a running update has finished, and until values on disk are read.
         """
         self._gate.finish_update()
+        if self._source.fresh:
+            return self._source.read()
         if self.contents is GRADIENT:
             self._move_to_sum()
         if self.contents in (STALE, STALE_SUM):
@@ -382,6 +385,7 @@ class ShardState:
         """Drops the gradient: an update has written master and values, or is registered in the gate."""
         self._gate.leave_sum()
         self._become(VALUES)
+        self._source.changed()
 
     def update_async(self, update: "Future[Sequence[Future[None]]]") -> None:
         """Registers an update that ends later, with the tasks it starts, and counts the shard as updated.
@@ -421,14 +425,21 @@ class ShardState:
 
     @property
     def compute_tier(self) -> Tier:
-        """The tier that gathers read."""
+        """The tier that the next gather reads."""
+        return Tier.DEVICE if self._source.fresh else self.gradient_tier
+
+    @property
+    def gradient_tier(self) -> Tier:
+        """The tier that gradients go to."""
         return Tier.DISK if self._source.memory is None else self.tier.of_compute
 
     def held_bytes(self) -> dict[Tier, int]:
         """Bytes of the state, by tier; gradients count as if they were there."""
         on_disk = self._source.disk_bytes + (0 if self._disk is None else self._disk.nbytes)
         in_memory = sum(tensor.nbytes for tensor in self._tensors())
-        return {tier: nbytes for tier, nbytes in ((self.tier.of_compute, in_memory), (Tier.DISK, on_disk)) if nbytes}
+        copied = 0 if self._source.copy is None else self._source.copy.nbytes
+        held = (self.tier.of_compute, in_memory), (Tier.DISK, on_disk), (Tier.DEVICE, copied)
+        return {tier: nbytes for tier, nbytes in held if nbytes}
 
     def _tensors(self) -> list[torch.Tensor]:
         total = None if self._sum is None else self._sum.total

@@ -1,6 +1,6 @@
 """The values of one shard that a gather sends: in memory, or on disk and read ahead.
 
-Owns the two kinds, which answer the same questions: may a gather begin, will it wait, and what does it copy. Knows
+Owns the three kinds, which answer the same questions: may a gather begin, will it wait, and what does it copy. Knows
 nothing of masters and gradients (`shard_state`).
 """
 
@@ -21,6 +21,10 @@ class ValuesInMemory:
 
     disk_bytes = 0
     """Bytes of the file of values."""
+    copy: torch.Tensor | None = None
+    """The copy on the device, if there is one."""
+    fresh = False
+    """Whether `read` does not read `memory`."""
 
     def __init__(self, memory: torch.Tensor, gate: Gate, *, to_lock: bool = False) -> None:
         """`to_lock`: `lock` is to page-lock the memory."""
@@ -58,16 +62,49 @@ class ValuesInMemory:
         """Overwrites the values from element `start` on."""
         self.memory[start : start + values.numel()].copy_(values)
 
+    def changed(self) -> None:
+        """Called when the values in memory have changed, or will before the next `read`."""
+
     def lock(self) -> None:
         """Page-locks memory that is not locked yet and travels, and thereby makes the system provide its pages."""
         if self._to_lock:
             page_lock(self.memory)
 
 
+class ValuesOnDevice(ValuesInMemory):
+    """Values in host memory, where updates write them and gradients take their place, and a copy on the device.
+
+    The first gather after a change of the values makes the copy, and so waits only for the update of its own chunk.
+    Later ones read the copy: gradients may be in host memory by then.
+    """
+
+    def __init__(self, memory: torch.Tensor, gate: Gate, copy: torch.Tensor) -> None:
+        super().__init__(memory, gate)
+        self.copy: torch.Tensor = copy
+
+    def read(self) -> torch.Tensor:
+        """The copy, made on the current stream unless it is fresh."""
+        if not self.fresh:
+            self.copy.copy_(self.memory, non_blocking=True)
+            self.fresh = True
+        return self.copy
+
+    def changed(self) -> None:
+        """Called when the values in host memory have changed, or will before the next `read`."""
+        self.fresh = False
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrites the values from element `start` on."""
+        super().write(start, values)
+        self.changed()
+
+
 class ValuesOnDisk:
     """Values on disk. From `prepare` to `sent` they are in a buffer in host memory."""
 
     memory = None
+    copy = None
+    fresh = False
     may_wait = True
     """It depends on the disk."""
 
@@ -115,6 +152,9 @@ class ValuesOnDisk:
         """Overwrites the values from element `start` on; forgets those that were read ahead."""
         self.sent(Work)
         self._elements[start : start + values.numel()].write(values)
+
+    def changed(self) -> None:
+        """Does nothing: what was read ahead is given back before an update."""
 
     def lock(self) -> None:
         """Does nothing: the buffers are locked."""

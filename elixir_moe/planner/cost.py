@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 from elixir_moe.chunks.ledger import GRADIENT, arrays_on_disk, paged_bytes, spilled_bytes, values_bytes
 from elixir_moe.chunks.packing import ChunkSpec, Layout
-from elixir_moe.chunks.plan import Plan, Tier, reads_disk, tier_at
+from elixir_moe.chunks.plan import Plan, Tier, keeps_values, reads_disk, tier_at
 from elixir_moe.chunks.residence import CACHED
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
@@ -84,7 +84,7 @@ class Traffic:
     """Bytes moved and elements updated in a step on one rank, in all of its backwards."""
 
     fetched_bytes: int
-    """Shards of chunks in host memory or on disk, copied to the device."""
+    """Shards of chunks in host memory or on disk, copied to the device; once a step with `Plan.values_on_device`."""
     read_bytes: int
     """The part of `fetched_bytes` that is read from disk: values on disk."""
     offloaded_bytes: int
@@ -191,8 +191,11 @@ def traffic(
             gathered_bytes += count(chunk, chunk.numel * chunk.update_itemsize, int(chunk.shards > 1), updates)
             reduced_bytes += count(chunk, chunk.numel * chunk.update_itemsize, 1 if chunk.shards > 1 else 2, updates)
 
+    near = near_chunks(plan, layout)
+    comings = Counter({index: 1 if index in near else times for index, times in gathers.items()})
+
     def fetched(chunks: Iterable[ChunkSpec]) -> int:
-        return sum(gathers[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
+        return sum(comings[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
     record = sum(
@@ -226,13 +229,20 @@ def traffic(
     )
 
 
+def near_chunks(plan: Plan, layout: Layout) -> frozenset[int]:
+    """Returns the chunks outside the device whose values are on it, too: they come there once a step."""
+    on = plan.values_on_device
+    found = (c for c in layout.chunks if keeps_values(c, plan.tier_of(layout, c), values_on_device=on))
+    return frozenset(chunk.index for chunk in found)
+
+
 def _fetched_bytes(chunk: ChunkSpec, *, shared: bool) -> int:
     """Returns the bytes that come to the device in a gather of a chunk that is not there: all, or this rank's shard."""
     return chunk.nbytes if shared else values_bytes(chunk)
 
 
 def fetch_seconds(plan: Plan, layout: Layout, hardware: Hardware, gpus: int) -> list[float]:
-    """Returns the seconds in which each chunk comes to the device; 0 for those that are there."""
+    """Returns the seconds in which each chunk comes to the device; 0 for chunks whose state is there."""
     bandwidth = hardware.links(gpus).b_c2g * _GIGA
 
     def crossing(chunk: ChunkSpec) -> float:

@@ -318,10 +318,11 @@ def with_stall(candidate: PlanCandidate) -> PlanCandidate:
     if not profile.work or not seconds.fetch:
         return candidate
     schedule, positions = profile.step_order.timed(layout)
-    played = min(backwards, _STEADY_BACKWARD)
+    near = cost.near_chunks(plan, layout)
+    played = backwards if near else min(backwards, _STEADY_BACKWARD)  # only the first backward fetches what is near
     each = cost.compute_seconds(profile, positions, task.hardware, (seconds.compute + seconds.units) / backwards)
     fetches = cost.fetch_seconds(plan, layout, task.hardware, task.gpus)
-    elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), played)
+    elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), played, near=near)
     updated = elapsed()
     stall, hidden = updated * backwards / played - seconds.overlapped, 0.0
     if task.overlaps_updates and seconds.host_update:

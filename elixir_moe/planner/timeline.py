@@ -9,7 +9,7 @@ Updates begin behind backward, as if gradients were clipped; or, with `in_backwa
 their block, as under `ShardedOptimizer.update_in_backward`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from elixir_moe.chunks.cache_policy import (
     ACQUIRE,
@@ -26,11 +26,14 @@ from elixir_moe.chunks.cache_policy import (
 class Timeline:
     """The bus, the device and the thread that updates, from the start of training on."""
 
-    def __init__(self, fetch_seconds: Sequence[float]) -> None:
-        """`fetch_seconds`: for each chunk; 0 if it does not cross the bus."""
+    def __init__(self, fetch_seconds: Sequence[float], near: Set[int] = frozenset()) -> None:
+        """`fetch_seconds`: for each chunk; 0 if it does not cross the bus. Chunks `near` cross it once a step."""
         self.computed = 0.0
         """The time at which the device has done all of its work so far."""
         self._fetch_seconds = fetch_seconds
+        self._near = near
+        self._there: set[int] = set()
+        """Chunks near that have crossed the bus in this step."""
         self._fetched = 0.0
         """The time from which on the bus is free."""
         self._arrival: dict[int, float] = {}
@@ -56,9 +59,10 @@ class Timeline:
         for load in loads:
             self._arrival[load.chunk] = max(self._left.get(load.block, 0.0), self._updated.get(load.chunk, 0.0))
             self._block_of[load.chunk] = load.block
-            if load.chunk >= 0 and self._fetch_seconds[load.chunk]:
+            if load.chunk >= 0 and self._fetch_seconds[load.chunk] and load.chunk not in self._there:
                 begin = max(self._arrival[load.chunk], self._fetched)
                 self._fetched = self._arrival[load.chunk] = begin + self._fetch_seconds[load.chunk]
+                self._there |= self._near & {load.chunk}
         if request.verb is ACQUIRE:
             self.computed = max(self.computed, *(self._arrival[chunk] for chunk in request.chunks))
 
@@ -70,6 +74,10 @@ class Timeline:
             self._updated[chunk] = end
         self._update_end = end
 
+    def end_step(self) -> None:
+        """Ends a step: chunks near have been updated, and cross the bus again."""
+        self._there.clear()
+
 
 def elapsed_seconds(
     schedule: Schedule,
@@ -80,14 +88,16 @@ def elapsed_seconds(
     updates: Sequence[tuple[int, float]] = (),
     *,
     in_backward: bool = False,
+    near: Set[int] = frozenset(),
 ) -> float:
     """Returns the seconds from the end of one step's last backward to that of the next.
 
     The `schedule` is that of one forward and backward, of which a step has `backwards`. There are compute seconds
     before each request and after the last, fetch seconds for each chunk, 0 if it does not cross the bus, and (chunk,
-    seconds) of each update in host memory. `in_backward`: updates begin in a step's last backward.
+    seconds) of each update in host memory. `in_backward`: updates begin in a step's last backward. Chunks `near` cross
+    the bus once a step.
     """
-    cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds)
+    cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds, near)
 
     def play(waiting: dict[int, float] | None = None) -> None:
         """Plays a backward with its forward; the updates that are `waiting` for their gradients begin in it."""
@@ -104,6 +114,7 @@ def elapsed_seconds(
         waiting = dict(updates) if in_backward else {}
         play(waiting)
         timeline.update([update for update in updates if not in_backward or update[0] in waiting])
+        timeline.end_step()
         cache.drop([chunk for chunk in cache.chunks if chunk not in schedule.kept])
     began = timeline.computed
     for _ in range(backwards):

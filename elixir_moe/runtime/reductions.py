@@ -255,7 +255,7 @@ class Reductions:
                 self._add_reduced(gradients, reduced, squares)
                 if self._reduced_early is not None and chunk.spec.index in self._phase.early:
                     self._reduced_early(chunk, self._streams.until_issued_ends())
-            self._statistics.bytes_offloaded[chunk.shard.compute_tier.value] += reduced.nbytes
+            self._statistics.bytes_offloaded[chunk.shard.gradient_tier.value] += reduced.nbytes
 
         communicator, spec = chunk.communicator, chunk.spec
         nbytes = spec.reduced_bytes(over_gloo=communicator.over_gloo)

@@ -98,6 +98,7 @@ def allocate(request: Request, resolved: Resolved) -> Allocated:
             sums,
             values,
             values_on_disk=plan.values_on_disk,
+            values_on_device=plan.values_on_device,
             shared=home.memory,
             rank=dist.get_rank(),
         )

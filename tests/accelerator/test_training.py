@@ -25,7 +25,7 @@ from tests.gpu.test_quantized import CASES as QUANTIZED
 from tests.gpu.test_quantized import adapts_as_plain_torch
 from tests.support import gpu_cases
 from tests.support.cases import with_further
-from tests.support.gpu_cases import LOOPS, MODELS, PLANS, STEPS
+from tests.support.gpu_cases import LOOPS, MODELS, NEAR, PLANS, STEPS
 from tests.support.ranks import RankPool
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -42,6 +42,7 @@ QUICK = [
     ("mixture", "offload, some on disk", FP32, "random"),
     ("mixture", "offload, values on disk", BF16, "compute"),
     ("mixture", "zero3, inputs on the host", FP32, "compute"),
+    ("dense", NEAR, BF16, "compute"),
     ("adapted", "offload, all on disk", BF16, "others"),
 ]
 
@@ -169,7 +170,7 @@ def test_every_plan_trains_as_plain_torch(threads: Any, model: str, plan: str, d
 
 
 @pytest.mark.slow  # a further case: more delays
-@pytest.mark.parametrize("plan", ["zero3", "offload"])
+@pytest.mark.parametrize("plan", ["zero3", "offload", NEAR])
 def test_every_run_of_two_ranks_trains_as_plain_torch(threads: Any, plan: str) -> None:
     trains_alike(threads(2), "mixture", plan, FP32)
 
@@ -182,9 +183,10 @@ def trains_alike(pool: RankPool, model: str, plan: str, dtype: torch.dtype) -> N
         assert found == hashes.setdefault(run % len(LOOPS), found), run
 
 
-def test_two_ranks_train_as_plain_torch(threads: Any) -> None:
+@pytest.mark.parametrize("plan", ["zero3", NEAR])
+def test_two_ranks_train_as_plain_torch(threads: Any, plan: str) -> None:
     body = gpu_cases.trains_as_plain_torch
-    threads(2).run(late_in, "random", 0, body, "mixture", "zero3", FP32, NAME, oracle="cpu", loops=QUICK_LOOPS)
+    threads(2).run(late_in, "random", 0, body, "mixture", plan, FP32, NAME, oracle="cpu", loops=QUICK_LOOPS)
 
 
 @pytest.mark.parametrize("late", with_further(LATE, ["random"]))

@@ -57,6 +57,7 @@ OPTIONS = st.fixed_dictionaries(
         "over_gloo": st.booleans(),
         "async_sums": st.sampled_from([None, True, False]),
         "values_on_disk": st.booleans(),
+        "values_on_device": st.booleans(),
     }
 )
 
@@ -135,12 +136,14 @@ def drawn_plan(rng: random.Random, folder: str) -> Plan:
     if kind != "offload":
         return {"ddp": Plan.ddp(), "zero2": Plan.zero2(chunk_numel=numel), "zero3": Plan.zero3(chunk_numel=numel)}[kind]
     disk = rng.choice([0, 1, 3, 99])
+    whole = disk > 0 and rng.random() < 0.5
     return Plan.offload(
         chunk_numel=numel,
         rcache_blocks=rng.choice([None, "all"]),
         device_chunks=rng.randint(0, 4),
         disk_chunks=disk,
-        values_on_disk=disk > 0 and rng.random() < 0.5,
+        values_on_disk=whole,
+        values_on_device=not whole and rng.random() < 0.5,
         disk=folder if disk else None,
     )
 

@@ -41,6 +41,7 @@ EPS = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
 TOLERANCE = {torch.float32: STEPS * 3e-5, torch.bfloat16: STEPS * 2e-3}
 LOSS_TOLERANCE = {torch.float32: parity.LOSS_TOLERANCE, torch.bfloat16: 1e-2}
 DISK = "offload, some on disk"
+NEAR = "offload, values on the device"
 PLANS: dict[str, Callable[[], em.Plan | em.AutoPlan]] = {
     "ddp": em.Plan.ddp,
     "zero2": lambda: em.Plan.zero2(chunk_numel=CHUNK),
@@ -51,6 +52,7 @@ PLANS: dict[str, Callable[[], em.Plan | em.AutoPlan]] = {
     "zero3, inputs on the host": lambda: replace(em.Plan.zero3(chunk_numel=CHUNK), host_checkpoints="all"),
     "offload, all on disk": lambda: em.Plan.offload(disk_chunks=99, chunk_numel=CHUNK),
     "offload, values on disk": lambda: em.Plan.offload(disk_chunks=99, values_on_disk=True, chunk_numel=CHUNK),
+    NEAR: lambda: em.Plan.offload(device_chunks=2, disk_chunks=2, values_on_device=True, chunk_numel=CHUNK),
     "auto": lambda: em.Plan.auto(lm_loss, torch.zeros(ROWS, DENSE.seq_len + 1, dtype=torch.int64), budget="4 GiB"),
 }
 LOOPS = ((1, "none"), (2, "non_reentrant"), (1, "reentrant"))
