@@ -101,8 +101,9 @@ class Inspection:
             backwards: backwards in a step; several need memory for sums of gradients.
 
         Returns:
-            ``chunks``: for each chunk its number, chunk group, tier, residence, shards, whether the ranks of this host
-            share its memory, the bytes of its state on this rank and [name, elements] of each parameter.
+            ``chunks``: for each chunk its number, chunk group, tier, the tier of its values, residence, shards, whether
+            the ranks of this host share its memory, the bytes of its state on this rank and [name, elements] of each
+            parameter.
             ``planned_bytes``: {tier: {kind: bytes}}.
         """
         plan, names, parameters = self.plan, self._wrapped.spec.names, self._wrapped.spec.parameters
@@ -111,6 +112,7 @@ class Inspection:
                 "chunk": chunk.index,
                 "chunk_group": chunk.key.label,
                 "tier": plan.tier_of(self.layout, chunk).value,
+                "values": self._wrapped.scheduler.chunks[chunk.index].shard.values_tier.value,
                 "residence": chunk.residence.value,
                 "shards": chunk.shards,
                 "shared": self._wrapped.scheduler.chunks[chunk.index].shard.whole is not None,

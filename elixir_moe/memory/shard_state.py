@@ -429,6 +429,11 @@ class ShardState:
         return Tier.DEVICE if self._source.fresh else self.gradient_tier
 
     @property
+    def values_tier(self) -> Tier:
+        """The tier that gathers read, but for the first one after an update."""
+        return self.gradient_tier if self._source.copy is None else Tier.DEVICE
+
+    @property
     def gradient_tier(self) -> Tier:
         """The tier that gradients go to."""
         return Tier.DISK if self._source.memory is None else self.tier.of_compute

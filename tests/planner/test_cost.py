@@ -64,6 +64,19 @@ def test_six_bytes_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
+def test_values_on_the_device_come_up_once(accumulation: int) -> None:
+    """2 up in a step, however often they are gathered; 2 down for each gradient; the rest as without them."""
+    shard, layout = (1 << 20) // 2, build_layout(profile().params, 1 << 20)
+    plan, loads = Plan.offload(rcache_blocks=1, device_chunks=1), accumulation * [0, 1, 2, 3, 3, 2, 1, 0]
+    without = cost.traffic(plan, layout, loads, passes=accumulation)
+    moved = cost.traffic(replace(plan, values_on_device=True), layout, loads, passes=accumulation)
+    assert without.fetched_bytes == accumulation * 3 * 2 * 2 * shard
+    assert replace(moved, fetched_bytes=0) == replace(without, fetched_bytes=0)
+    assert moved.fetched_bytes == 3 * 2 * shard
+    assert cost.traffic(replace(plan, values_on_device=True), layout, [3, 3]).fetched_bytes == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_values_on_disk_are_read_and_gradients_written_there(accumulation: int) -> None:
     """bf16: 2 read for each gather, 4 written for each gradient, 4 read for each but the first; 16 and 14 an update."""
     shard = (1 << 20) // 2

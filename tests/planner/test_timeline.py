@@ -38,9 +38,11 @@ class Step:
     fetches: list[int]
     updates: list[tuple[int, int]]
     """(chunk, time) of each update that begins before the step, one after another."""
+    near: frozenset[int] = frozenset()
+    """Chunks that cross the bus once."""
 
     def elapsed(self) -> float:
-        timeline = Timeline(self.fetches)
+        timeline = Timeline(self.fetches, self.near)
         timeline.update(self.updates)
         for entry, loads, ticks in zip(self.schedule.entries, self.loads, self.compute, strict=False):
             timeline.request(entry, loads, ticks)
@@ -69,7 +71,9 @@ def drawn(rng: random.Random) -> Step:
     compute = [rng.choice([0, 0, 1, 4, 9]) for _ in range(len(entries) + 1)]
     fetches = [rng.choice([0, 1, 5, 12]) for _ in range(chunks)]
     updated = rng.sample(range(chunks), rng.choice([0, chunks // 2, chunks]))
-    return Step(schedule, blocks, loads, compute, fetches, [(chunk, rng.choice([0, 1, 3, 9])) for chunk in updated])
+    updates = [(chunk, rng.choice([0, 1, 3, 9])) for chunk in updated]
+    near = frozenset(rng.sample(range(chunks), rng.choice([0, 0, chunks // 2, chunks])))
+    return Step(schedule, blocks, loads, compute, fetches, updates, near)
 
 
 def ticks_of(step: Step) -> int:
@@ -86,8 +90,9 @@ def ticks_of(step: Step) -> int:
             for chunk in entry.chunks:
                 readers.setdefault(block_of[chunk], set()).add(position)
         for load in loads:
+            there = load.chunk in step.near and load.chunk in at
             block_of[load.chunk], at[load.chunk] = load.block, len(queue)
-            ticks = step.fetches[load.chunk] if load.chunk >= 0 else 0
+            ticks = step.fetches[load.chunk] if load.chunk >= 0 and not there else 0
             queue.append((load.chunk, ticks, set(readers.get(load.block, ()))))
         wanted.append([at[chunk] for chunk in entry.chunks] if entry.verb is ACQUIRE else [])
     passed, now, left = 0, 0, step.compute[0]
@@ -156,6 +161,17 @@ def test_one_block_hides_nothing_and_two_hide_the_shorter() -> None:
     schedule, compute = layers(4), [0, *(8 * [3, 0])]
     seconds = [elapsed_seconds(schedule, compute, [2.0] * 4, blocks) for blocks in (1, 2, 4)]
     assert seconds == [8 * 3 + 7 * 2, 8 * 3 + 2, 8 * 3 + 2], "the last layer of forward is the first of backward"
+
+
+def test_chunks_near_are_fetched_once_a_step() -> None:
+    """Four layers of 3 s, one block, fetches of 2 s: the others copy what the device has."""
+    schedule, compute = layers(4), [0, *(8 * [3, 0])]
+
+    def seconds(backwards: int, updates: Sequence[tuple[int, float]] = ()) -> float:
+        return elapsed_seconds(schedule, compute, [2.0] * 4, 1, backwards, updates, near=frozenset(range(4)))
+
+    assert [seconds(1), seconds(2)] == [8 * 3 + 4 * 2, 16 * 3 + 4 * 2]
+    assert seconds(1, [(0, 5.0)]) == seconds(1) + 5, "an update makes each of them stale"
 
 
 def test_chunks_that_stay_gathered_are_fetched_by_the_steps_before() -> None:
