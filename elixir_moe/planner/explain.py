@@ -32,11 +32,12 @@ def explain(candidate: PlanCandidate) -> str:
     )
     hidden = f" ({seconds_text(seconds.hidden_update)} hidden)" if seconds.hidden_update else ""
     stall = f", stall {seconds_text(seconds.stall)}" if seconds.stall else ""
+    apart = ", values on the device" if plan.values_on_device else " with their values" if plan.values_on_disk else ""
     lines = [
         f"chunks    {chunks} of {plan.chunk_numel} elements, {layout.waste_fraction:.1%} of their space unused",
         f"rCache    {blocks} blocks: {len(candidate.loads)} gathers a step, {len(layout.cached)} if all were kept",
         f"tiers     {candidate.chunks_in(Tier.DEVICE)} chunks on the device, {candidate.chunks_in(Tier.HOST)} in host "
-        f"memory, {candidate.chunks_in(Tier.DISK)} on disk{' with their values' if plan.values_on_disk else ''}",
+        f"memory, {candidate.chunks_in(Tier.DISK)} on disk{apart}",
         f"device    {size_text(device_bytes)} of the library (U_allowed {size_text(task.allowed_bytes)}), "
         f"{size_text(activations)} activations, {size_text(task.profile.buffer_bytes)} buffers; "
         f"{size_text(task.capacity_bytes)} there are",
@@ -59,6 +60,8 @@ def explain(candidate: PlanCandidate) -> str:
         )
     if plan.disk_chunks and not task.hardware.one_memory:
         others["one chunk more on disk"] = replace(plan, disk_chunks=plan.disk_chunks + 1)
+    if plan.values_on_device:
+        others["values in host memory"] = replace(plan, values_on_device=False)
     if task.kept_regions:
         others["inputs of one checkpointed region fewer in host memory"] = replace(
             plan, host_checkpoints=task.kept_regions - 1

@@ -284,7 +284,12 @@ def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidat
     assert plan.chunk_numel is not None, "a search gives it"
     own = (packings.at if plan.whole_layers else packings.filled)(plan.chunk_numel)
     tried = dict.fromkeys((own, *map(packings.at, _apart(packings.lengths))))
-    searches = [_LengthSearch(task, packing, values_on_disk=plan.values_on_disk) for packing in tried]
+    searches = [
+        search
+        for packing in tried
+        for search in _searches(task, packing)
+        if search.values_on_disk == plan.values_on_disk
+    ]
     others = [other for search in searches for other in search.fullest()]
     for other in sorted((min(other, with_sharing(other), key=_rank) for other in others), key=_least_seconds):
         if _least_seconds(other) >= best.seconds.step:
@@ -319,16 +324,21 @@ def with_stall(candidate: PlanCandidate) -> PlanCandidate:
         return candidate
     schedule, positions = profile.step_order.timed(layout)
     near = cost.near_chunks(plan, layout)
-    played = backwards if near else min(backwards, _STEADY_BACKWARD)  # only the first backward fetches what is near
+    played = min(backwards, _STEADY_BACKWARD)
     each = cost.compute_seconds(profile, positions, task.hardware, (seconds.compute + seconds.units) / backwards)
     fetches = cost.fetch_seconds(plan, layout, task.hardware, task.gpus)
-    elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), played, near=near)
-    updated = elapsed()
-    stall, hidden = updated * backwards / played - seconds.overlapped, 0.0
+    elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), near=near)
+    updated = elapsed(played)
+    if near and backwards > played:  # only the first backward fetches what is near
+        whole = updated + (backwards - played) * (updated - elapsed(played - 1))
+    else:
+        whole = updated * backwards / played
+    stall, hidden = whole - seconds.overlapped, 0.0
     if task.overlaps_updates and seconds.host_update:
         requested = (chunk for entry in schedule.entries for chunk in entry.chunks)
         updates = cost.update_seconds(plan, layout, requested, seconds.host_update)
-        hidden = seconds.host_update - (elapsed(updates=updates, in_backward=task.updates_in_backward) - updated)
+        overlapped = elapsed(played, updates, in_backward=task.updates_in_backward)
+        hidden = seconds.host_update - (overlapped - updated)
     stall, hidden = (value if value > _ROUNDING * seconds.step else 0.0 for value in (stall, hidden))
     return replace(candidate, seconds=replace(seconds, stall=stall, hidden_update=hidden))
 
@@ -558,31 +568,37 @@ class _Packing:
         away = None if bound else self._stepped(self.layout)
         if away is not None:
             self.layout = replace(self.layout, open_gradients=away.open_gradients)
-        self.in_memory = list(self._by_device_chunks())
-        """Memory for each number of chunks on the device, from none to all, without chunks on disk."""
+        self.in_memory = cache(self._by_device_chunks)
+        """Returns the memory for each number of chunks on the device, from none to all, without chunks on disk; with
+        values on the device or without."""
         self._in_place = list(accumulate((c.shards == 1 for c in reversed(self.layout.chunks)), initial=0))
         """Chunks used in place for each number of chunks on the device."""
         self._steps = {} if away is None else {0: away}
         """By number of chunks used in place."""
         self._gathered: dict[tuple[int, int, int, int], list[int]] = {}
 
-    def placement(self, *, values_on_disk: bool = False) -> Placement:
-        """Returns a placement of all chunks in host memory; `values_on_disk` is the field of the plan."""
+    def placement(self, *, values_on_disk: bool = False, values_on_device: bool = False) -> Placement:
+        """Returns a placement of all chunks in host memory; the arguments are fields of the plan."""
         task, tiers = self._task, [Tier.HOST] * len(self.layout.chunks)
         ledger = Ledger(
-            self.layout, tiers, moments=task.moments, over_gloo=task.over_gloo, values_on_disk=values_on_disk
+            self.layout,
+            tiers,
+            moments=task.moments,
+            over_gloo=task.over_gloo,
+            values_on_disk=values_on_disk,
+            values_on_device=values_on_device,
         )
         return Placement(ledger, len(tiers), len(tiers))
 
-    def _by_device_chunks(self) -> Iterator[_Held]:
-        placement = self.placement()
+    def _by_device_chunks(self, values_on_device: bool) -> list[_Held]:
+        placement, found = self.placement(values_on_device=values_on_device), []
         for on_device in range(len(self.layout.chunks), -1, -1):
             placement.put(on_device, on_device)
             cached = placement.ledger.cached
             blocks = cached + (self.layout.open_gradients or 0) if cached else 0
-            yield _Held(
-                *self._task.held_bytes(placement.ledger.footprint()), 0, None, blocks, placement.ledger.block_bytes
-            )
+            held = self._task.held_bytes(placement.ledger.footprint())
+            found.append(_Held(*held, 0, None, blocks, placement.ledger.block_bytes))
+        return found
 
     def _stepped(self, layout: Layout) -> "_Stepped":
         profile = self._task.profile
@@ -629,9 +645,12 @@ class Packings:
 
 
 def _searches(task: Task, packing: _Packing) -> "Iterator[_LengthSearch]":
-    """Yields the searches at one chunk length: without values on disk, and with them if chunks must go to disk."""
+    """Yields the searches at one chunk length: without values on the device, with them, and with values on disk if
+    chunks must go there."""
     first = _LengthSearch(task, packing)
     yield first
+    if not task.hardware.one_memory and any(chunk.key.trainable for chunk in packing.layout.chunks):
+        yield _LengthSearch(task, packing, values_on_device=True)
     if first.needs_disk:
         yield _LengthSearch(task, packing, values_on_disk=True)
 
@@ -643,13 +662,18 @@ def _least_device_bytes(task: Task, packing: _Packing) -> int:
 class _LengthSearch:
     """The search at one chunk length."""
 
-    def __init__(self, task: Task, packing: _Packing, *, values_on_disk: bool = False) -> None:
-        """`values_on_disk` is the field of the plans to try."""
-        self._task, self._packing, self._whole = task, packing, values_on_disk
-        self._layout = packing.layout
-        self.needs_disk = task.disk_bytes is not None and packing.in_memory[0].host_bytes > task.host_bytes
+    def __init__(
+        self, task: Task, packing: _Packing, *, values_on_disk: bool = False, values_on_device: bool = False
+    ) -> None:
+        """The last arguments are fields of the plans to try."""
+        self._task, self._packing = task, packing
+        self.values_on_disk, self.values_on_device = values_on_disk, values_on_device
+        self._layout, self._in_memory = packing.layout, packing.in_memory(values_on_device)
+        self.needs_disk = task.disk_bytes is not None and self._in_memory[0].host_bytes > task.host_bytes
         """Whether host memory is too small and a disk is available."""
-        self._fewest, self._full = (packing.placement(values_on_disk=values_on_disk) for _ in range(2))
+        self._fewest, self._full = (
+            packing.placement(values_on_disk=values_on_disk, values_on_device=values_on_device) for _ in range(2)
+        )
         self._held = cache(self._spilled)
         """Returns the memory for a number of chunks on the device."""
         chunks = len(self._layout.chunks)
@@ -657,7 +681,7 @@ class _LengthSearch:
         """Numbers of chunks on the device for which another tier can hold the others."""
         self._most_blocks: list[float] = [-1] * (chunks + 1)
         for count in self._counts:
-            if packing.in_memory[count].device_bytes <= task.allowed_bytes:
+            if self._in_memory[count].device_bytes <= task.allowed_bytes:
                 self._most_blocks[count] = self._held(count).most_blocks(task)
         self._found: dict[int, PlanCandidate | None] = {}
 
@@ -668,7 +692,7 @@ class _LengthSearch:
         disk is too small, no chunk is on disk, and host bytes are the least that the disk allows. With
         `Hardware.one_memory`, all chunks that are not on the device are on disk.
         """
-        task, held = self._task, self._packing.in_memory[device_chunks]
+        task, held = self._task, self._in_memory[device_chunks]
         on_device = len(self._layout.chunks) - device_chunks
         if task.hardware.one_memory and on_device:
             assert task.disk_bytes is not None, "without a disk, all chunks are on the device"
@@ -745,7 +769,8 @@ class _LengthSearch:
                 rcache_blocks=cached,
                 device_chunks=count,
                 disk_chunks=held.disk_chunks,
-                values_on_disk=self._whole and held.disk_chunks > 0,
+                values_on_disk=self.values_on_disk and held.disk_chunks > 0,
+                values_on_device=self.values_on_device,
                 chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions, whole_layers=self._layout.whole_layers)
@@ -760,7 +785,7 @@ class _LengthSearch:
         """Yields the missing bytes with the fewest blocks, for each number of chunks on the device."""
         chunks, one_memory = len(self._layout.chunks), self._task.hardware.one_memory
         for count in self._counts:
-            held = self._packing.in_memory[count]
+            held = self._in_memory[count]
             if one_memory or self._task.disk_bytes or held.device_bytes <= self._task.allowed_bytes:
                 held = self._held(count)
             if self._packing.bound:

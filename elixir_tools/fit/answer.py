@@ -296,6 +296,7 @@ def _memory(asked: Asked) -> Iterator[str]:
         for tier, where in ((Tier.DEVICE, "on the GPU"), (Tier.HOST, "in host memory"), (Tier.DISK, "on disk"))
         if choice.chunks_in(tier)
     ]
+    apart = ", whose weights are on the GPU too, sharded" if choice.plan.values_on_device else ""
     kept_inputs = (
         f"; the inputs of {choice.task.kept_regions} checkpointed layers wait in host memory"
         if choice.task.kept_regions
@@ -307,7 +308,7 @@ def _memory(asked: Asked) -> Iterator[str]:
         in_use += f", since large parameters are cut into tiles of at most {asked.tiles}"
     yield (
         f"The plan: of {len(choice.layout.chunks)} chunks of weights and optimizer state, {', '.join(homes)}"
-        f"{in_use}{kept_inputs}."
+        f"{apart}{in_use}{kept_inputs}."
     )
 
 

@@ -161,7 +161,7 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
                 except PlanError:
                     continue
                 on_disk = range(chunks - device_chunks + 1 if task.disk_bytes else 1)
-                for disk_chunks, whole in product(on_disk, (False, True)):
+                for disk_chunks, (whole, near) in product(on_disk, ((False, False), (True, False), (False, True))):
                     in_host_memory = chunks - device_chunks - disk_chunks
                     if (whole and not disk_chunks) or (task.hardware.one_memory and in_host_memory):
                         continue
@@ -170,6 +170,7 @@ def every_plan(task: Task, rng: random.Random) -> Iterator[PlanCandidate]:
                         device_chunks=device_chunks,
                         disk_chunks=disk_chunks,
                         values_on_disk=whole,
+                        values_on_device=near,
                         chunk_numel=length,
                     )
                     for regions in away:
@@ -260,12 +261,14 @@ def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
     rng = random.Random(seed)
     task = replace(rng.choice([drawn, with_little_host_memory])(rng), moments=rng.randint(0, 3))
     lengths = chunk_lengths(task.profile.params)
-    for length, whole in product(rng.sample(lengths, min(3, len(lengths))), (False, True)):
+    places = (False, False), (True, False), (False, True)
+    for length, (whole, near) in product(rng.sample(lengths, min(3, len(lengths))), places):
         packing = _Packing(task, length)
-        search = _LengthSearch(task, packing, values_on_disk=whole)
-        for device_chunks in rng.sample(range(len(packing.in_memory)), len(packing.in_memory)):
-            held, away = search._held(device_chunks), len(packing.layout.chunks) - device_chunks
-            sizes = [bytes_of(task, packing.layout, device_chunks, count, whole) for count in range(away + 1)]
+        search = _LengthSearch(task, packing, values_on_disk=whole, values_on_device=near)
+        chunks = len(packing.layout.chunks)
+        for device_chunks in rng.sample(range(chunks + 1), chunks + 1):
+            held, away = search._held(device_chunks), chunks - device_chunks
+            sizes = [bytes_of(task, packing.layout, device_chunks, count, whole, near) for count in range(away + 1)]
             hosts = [host for _, host, _ in sizes]
             fits = [count for count, host in enumerate(hosts) if host <= task.host_bytes]
             disk_chunks, host, short = 0, hosts[0], None
@@ -278,9 +281,13 @@ def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
             assert held.device_bytes == sizes[0][0]
 
 
-def bytes_of(task: Task, layout: Layout, device_chunks: int, disk_chunks: int, whole: bool) -> tuple[int, int, int]:
+def bytes_of(
+    task: Task, layout: Layout, device_chunks: int, disk_chunks: int, whole: bool, near: bool
+) -> tuple[int, int, int]:
     """Bytes on the device without blocks, in host memory and on disk."""
-    plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks, disk_chunks=disk_chunks)
+    plan = Plan.offload(
+        rcache_blocks="all", device_chunks=device_chunks, disk_chunks=disk_chunks, values_on_device=near
+    )
     size = task.footprint(replace(plan, values_on_disk=whole and disk_chunks > 0), plan.place(layout))
     device, host = task.held_bytes(size)
     return device - size.rcache_bytes, host, size.disk_bytes
