@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "sgd-momentum": 1,
     "adagrad": 1,
     "rmsprop": 1,
+    "muon": 2,  # of AdamW, which has all that Muon does not take
 }
 """{optimizer: fp32 values that it keeps per element}, as `optim.accepted.moments_of` counts them."""
 UNQUANTIZED = "none"

@@ -220,7 +220,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         metavar="N|auto",
         help="micro-batches that pass each layer together, by em.accumulate; by default 1, auto searches",
     )
-    verb.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="by default adamw")
+    verb.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="adamw",
+        help="by default adamw; muon has the matrices of layers and experts, and adamw all else",
+    )
     verb.add_argument(
         "--dtype",
         type=short_dtype,

@@ -174,7 +174,7 @@ def _to_paste(asked: Asked, choice: PlanCandidate) -> str:
     scheme = asked.known.quantize
     packed = "" if scheme in (None, UNQUANTIZED) else f'em.quantize(model, "{scheme}")  # before the optimizer; then: '
     passes = "; then: losses = em.accumulate(model, loss_fn, batches)" * (choice.task.together > 1)
-    return packed + tiles + wrap_line(choice.plan, asked.known.dtype) + passes
+    return packed + tiles + wrap_line(choice.plan, asked.known.dtype, asked.known.optimizer) + passes
 
 
 def sft_words(
@@ -227,11 +227,10 @@ def _disk(asked: Asked) -> Iterator[str]:
         )
 
 
-def wrap_line(plan: Plan, dtype: str) -> str:
+def wrap_line(plan: Plan, dtype: str, optimizer: str) -> str:
     """The call of `wrap` with this plan."""
-    return (
-        f"em.wrap(model, optimizer, plan={plan_line(plan)}, step=loss_fn, sample=batch, compute_dtype={DTYPES[dtype]})"
-    )
+    given = "(muon, adamw)" if optimizer == "muon" else "optimizer"
+    return f"em.wrap(model, {given}, plan={plan_line(plan)}, step=loss_fn, sample=batch, compute_dtype={DTYPES[dtype]})"
 
 
 def plan_line(plan: Plan) -> str:

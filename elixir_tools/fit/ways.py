@@ -46,6 +46,7 @@ def check_formulas(known: argparse.Namespace) -> None:
         "--checkpointing none": known.checkpointing == "none",
         f"--largest {known.largest}": known.largest is not None,
         "--compare": known.compare,
+        "--optimizer muon": known.optimizer == "muon",
     }
     without = [option for option, is_given in given.items() if is_given]
     if without:

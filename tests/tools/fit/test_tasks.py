@@ -1,10 +1,14 @@
 """The planning problem that the arguments of `plan` describe."""
 
+import json
+
 import pytest
 
 from elixir_moe.ext.hardware import Hardware
 from elixir_tools.cli.arguments import parser_of
+from elixir_tools.cli.main import main
 from elixir_tools.fit.tasks import model_of, task_of
+from tests.support.every import every
 
 MACHINE = "a100-80g-pcie-x4"
 
@@ -15,3 +19,33 @@ def test_updates_begin_in_backward_where_the_user_says_so(early: bool) -> None:
     known = parser_of(None).parse_args(words)
     task = task_of(known, Hardware.named(MACHINE), model_of(known, None, layers=1), 1, 8)
     assert task.updates_in_backward is early and task.overlaps_updates
+
+
+def test_muon_has_the_matrices_of_layers_and_costs_its_bytes_and_its_step() -> None:
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        words = ["plan", "gpt2-4b", "--hardware", MACHINE, "--batch", "1", "--seq", "8", "--optimizer", optimizer]
+        known = parser_of(None).parse_args(words)
+        task = task_of(known, Hardware.named(MACHINE), model_of(known, None, layers=2), 1, 8)
+        by = {param.name: param.key.optimizer for param in task.profile.params}
+        assert set(by.values()) == ({""} if optimizer == "adamw" else {"", "Muon"})
+        found[optimizer] = by, task.profile.orthogonalized_flops, task.overlaps_updates
+    by, flops, overlaps = found["muon"]
+    matrices = {name for name, which in by.items() if which}
+    assert len(matrices) == 2 * 4 and every(name.endswith("weight") for name in matrices)
+    assert not [name for name in matrices if "emb" in name or "head" in name or "ln" in name]
+    assert flops > 0 == found["adamw"][1]
+    assert not overlaps and found["adamw"][2]
+
+
+def test_a_plan_for_muon_is_smaller_slower_and_written_with_both_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        words = ["plan", "gpt2-4b", "--hardware", MACHINE, "--batch", "1", "--seq", "8", "--optimizer", optimizer]
+        assert main([*words, "--json"]) == 0
+        found[optimizer] = json.loads(capsys.readouterr().out)
+    muon, adamw = (found[name]["predicted"] for name in ("muon", "adamw"))
+    assert muon["device_peak_bytes"] < 0.8 * adamw["device_peak_bytes"]
+    assert muon["step_seconds"] > adamw["step_seconds"]
+    assert "em.wrap(model, (muon, adamw), plan=" in " ".join(found["muon"]["answer"])
+    assert main(["plan", "gpt2-4b", "--hardware", MACHINE, "--optimizer", "muon", "--quick"]) == 2

@@ -14,6 +14,7 @@ import elixir_moe as em
 from elixir_moe.chunks.plan import seconds_text
 from elixir_moe.errors import ConfigError
 from elixir_moe.optim.accepted import moments_of
+from elixir_moe.optim.joined import join
 from elixir_moe.planner.hardware import ORIGINS, Hardware, Links
 from elixir_tools.cli.main import main
 from elixir_tools.fit import gpus
@@ -146,6 +147,8 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
         (["--gpu", "l40s", "--freeze", "*"], "leaves no parameter to train"),
         (["--gpu", "l40s", "--accumulation", "0"], "--accumulation: expected at least 1"),
         (["--gpu", "l40s", "--optimizer", "lion"], "invalid choice: 'lion'"),
+        (["--gpu", "l40s", "--optimizer", "muon", "--quick"], "leave out --quick, or --optimizer muon"),
+        (["--gpu", "l40s", "--optimizer", "muon", "--moments", "bf16"], "are for adam and adamw, not for"),
         (["--hardware", "a100-80g-pcie-x4", "--gpus", "512"], "more nodes need node_bandwidth, which --gpu has"),
     ],
 )
@@ -194,6 +197,7 @@ def test_moments_are_those_of_the_optimizers() -> None:
         "sgd-momentum": torch.optim.SGD(weight, lr=1, momentum=0.9),
         "adagrad": torch.optim.Adagrad(weight),
         "rmsprop": torch.optim.RMSprop(weight),
+        "muon": join([em.Muon([torch.nn.Parameter(torch.zeros(2, 2))]), torch.optim.AdamW(weight)]),
     }
     assert {name: moments_of(optimizer) for name, optimizer in real.items()} == OPTIMIZERS
 
