@@ -256,6 +256,16 @@ def test_nothing_beats_the_plan_found_in_one_memory(seed: int) -> None:
         assert sum(task.held_bytes(found.size)) <= task.allowed_bytes, "both are the same memory"
 
 
+@pytest.mark.parametrize("seed", with_further((9, 30, 36, 50), (9, 36)))
+def test_values_are_on_the_device_where_the_link_is_slow(seed: int) -> None:
+    rng = random.Random(seed)
+    task = drawn(rng)
+    slow = {gpus: replace(links, b_c2g=links.b_c2g / 50) for gpus, links in task.hardware.by_gpus.items()}
+    task = replace(task, hardware=replace(task.hardware, by_gpus=slow), accumulation=16)
+    nothing_beats_the_plan_for(task, rng)
+    assert solve(task).plan.values_on_device
+
+
 @pytest.mark.parametrize("seed", with_further(range(300), range(40)))
 def test_counts_are_those_of_trying_every_number_on_disk(seed: int) -> None:
     rng = random.Random(seed)
