@@ -138,13 +138,17 @@ def speed_lines(figures: Figures) -> Iterator[str]:
     speed = f"{seconds_text(step)}, {figures.tokens_per_second:,.0f} tokens/s in all"
     yield f"  step    {speed}; mostly waits for: {figures.waits_for}"
     shown = [f"{name} {seconds_text(value)}" for name, value in figures.parts.items() if value > _WORTH * step]
-    for first in range(0, len(shown), 2):
-        yield f"  {'' if first else 'of it':8}{', '.join(shown[first : first + 2])}"
-    crossing = [f"{way} {size_text(nbytes)}" for way, nbytes in figures.moved.by_way.items() if nbytes]
-    if crossing:
-        yield f"  moved   {', '.join(crossing)} a step"
+    yield from _by_twos("of it", shown)
+    yield from _by_twos(
+        "moved", [f"{way} {size_text(nbytes)}" for way, nbytes in figures.moved.by_way.items() if nbytes]
+    )
     if figures.task.together > 1:
         yield f"  passes  {figures.task.passes}, of {figures.task.together} micro-batches by em.accumulate"
+
+
+def _by_twos(title: str, shown: Sequence[str]) -> Iterator[str]:
+    for first in range(0, len(shown), 2):
+        yield f"  {'' if first else title:8}{', '.join(shown[first : first + 2])}"
 
 
 def recommended(ways: Mapping[str, Figures]) -> str:
