@@ -745,7 +745,7 @@ def test_a_mixture_that_drops_no_token_asks_for_expandable_segments(
         validation=torch.zeros(1, 1, 2),
         parameters=1,
         ranks=1,
-        progress=SimpleNamespace(accumulation=1),
+        progress=SimpleNamespace(accumulation=1, global_batch=config.run.global_batch),
     )
     lines = list(Trainer.description(training))
     assert any("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line for line in lines) == said
