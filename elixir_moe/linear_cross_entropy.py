@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from elixir_moe.accelerator import has_wide_products
@@ -31,7 +30,7 @@ from elixir_moe.parallel.tiles import tile_of
 from elixir_moe.quantized.modules import QuantizedLinear
 from elixir_moe.quantized.packed import Packed, packed_in
 from elixir_moe.quantized.products import computed_in
-from elixir_moe.torch_private import keeps_graph
+from elixir_moe.torch_private import keeps_graph, never_twice
 
 _CHUNK_BYTES = 64 * 2**20
 _CHUNK_BYTES_OF_ACCELERATOR = 512 * 2**20
@@ -248,7 +247,7 @@ class _Whole(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
+    @never_twice
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         reused = keeps_graph()  # another backward may need the same sums
         scaled: list[Tensor | None] = []
@@ -317,7 +316,7 @@ class _Tile(torch.autograd.Function):
         return sums.clone(), picked.clone(), totals.clone()  # views of one tensor would be one output to autograd
 
     @staticmethod
-    @once_differentiable
+    @never_twice
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, given, bias, scales, labels, sums = ctx.saved_tensors
         weight = _Part(given, bias, scales, *ctx.of_bytes).values()

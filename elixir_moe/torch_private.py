@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from elixir_moe.errors import TorchVersionError
@@ -316,6 +317,22 @@ adjusted_rate: Callable[[float, str | None, tuple[int, ...]], float] = _torch("o
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells LR schedulers that `optimizer` has stepped: they wrap its `step`, which a sharded one does not call."""
     setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+def never_twice(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward of an autograd function whose results must not be differentiated.
+
+    ``once_differentiable`` refuses that only where an incoming gradient has a graph. The gradient of a loss itself has
+    none, and what its gradients depend on besides would be taken for constant.
+    """
+    once = once_differentiable(backward)
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+        return once(ctx, *grads)
+
+    return run
 
 
 def profiler_runs() -> bool:

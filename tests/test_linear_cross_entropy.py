@@ -152,6 +152,15 @@ def test_backward_may_be_run_again() -> None:
     torch.testing.assert_close(weight.grad, 4 * first, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_gradients_are_refused(recompute: bool) -> None:
+    hidden, weight, _, labels = drawn()
+    loss = em.linear_cross_entropy(hidden, weight, labels, recompute=recompute)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + gradient.square().sum()).backward()
+
+
 def test_without_a_label_the_mean_is_nan_and_gradients_are_zero_as_in_torch() -> None:
     for head in (lambda hidden, weight, labels: whole(hidden, weight, labels), em.linear_cross_entropy):
         hidden, weight, _, labels = drawn()

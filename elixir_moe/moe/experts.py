@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from elixir_moe.accelerator import has_grouped_kernel
 from elixir_moe.distributed.async_copy import copy_to_host_async
 from elixir_moe.parallel.linear import TensorRanks, linear
 from elixir_moe.parallel.meta_tensors import even_counts, has_data, pieces
 from elixir_moe.parallel.regather import RegatheredParameter, saves_no_weights
-from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16
+from elixir_moe.torch_private import cpu_has_amx, cpu_has_amx_fp16, cpu_has_avx512_bf16, never_twice
 
 
 class MLP(nn.Module):
@@ -153,7 +152,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @never_twice
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, experts, bounds, *saved = ctx.saved_tensors
         weight = ctx.again.values() if ctx.again else saved[0]

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from elixir_moe.distributed.collectives import gather_into
 from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import LayoutError
 from elixir_moe.parallel.meta_tensors import has_data
-from elixir_moe.torch_private import softmax_backward
+from elixir_moe.torch_private import never_twice, softmax_backward
 
 
 class Routing(NamedTuple):
@@ -97,7 +96,7 @@ class _Route(torch.autograd.Function):
         return experts, weights, probabilities.sum(dim=0, dtype=torch.float64), squared
 
     @staticmethod
-    @once_differentiable
+    @never_twice
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         probabilities, experts, log_normalizer = ctx.saved_tensors
         _, of_weights, of_probability, of_squared = grads
@@ -226,7 +225,7 @@ class _AuxiliaryLoss(torch.autograd.Function):
         return torch.addmv(shares[-1:], mean.unsqueeze(0), fraction, beta=z, alpha=weight)[0].float()
 
     @staticmethod
-    @once_differentiable
+    @never_twice
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         fraction, choices = ctx.saved_tensors
         of_probability, of_squared = ctx.weights
