@@ -50,10 +50,11 @@ def factors(schedule: str, lr: float, steps: int) -> Sequence[float]:
             found.append(float(group["lr"]) / lr)
     except Exception as error:  # of a class that may be the user's own
         raise ConfigError(
-            f"schedule {schedule!r}: step {len(found)} of {steps} fails: {type(error).__name__}: {error}"
+            f"schedule {schedule!r}: step {len(found)} of {steps} fails: {type(error).__name__}: {error}; give "
+            f"another, in optimizer.schedule, or in control.yaml to a run that has begun"
         ) from error
     if changed := [name for name in before if group[name] != before[name]]:
-        off = ": give cycle_momentum=False" if "cycle" in schedule.lower() else ""
+        off = ": give cycle_momentum=False" if "cycl" in schedule.lower() else ""
         raise ConfigError(f"schedule {schedule!r} changes {changed[0]}, and only learning rates are scheduled{off}")
     if wrong := [step for step, factor in enumerate(found) if not 0 <= factor < math.inf]:
         raise ConfigError(f"schedule {schedule!r}: the learning rate of step {wrong[0]} is {found[wrong[0]] * lr:g}")
@@ -68,6 +69,8 @@ def _parsed(schedule: str) -> tuple[type[LRScheduler], dict[str, Any]]:
             raise ValueError("no call with named arguments")
         path = ast.unparse(call.func)
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if len(arguments) < len(call.keywords):
+            raise ValueError("an argument is given twice")
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise ConfigError(
             f"schedule {schedule!r}: expected {COSINE}, or a scheduler with named arguments, such as "
@@ -76,8 +79,11 @@ def _parsed(schedule: str) -> tuple[type[LRScheduler], dict[str, Any]]:
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module or _MODULE), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"schedule {schedule!r}: there is no {path}: {error}") from error
+    except Exception as error:  # of a module that may be the user's own
+        raise ConfigError(
+            f"schedule {schedule!r}: there is no {path} in what is installed or on PYTHONPATH: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
         raise ConfigError(f"schedule {schedule!r}: {path} is not a scheduler: name a subclass of {_MODULE}.LRScheduler")
     if issubclass(kind, ReduceLROnPlateau):

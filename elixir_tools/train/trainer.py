@@ -664,11 +664,12 @@ class Trainer:
         self.latest = self._last_before(self.progress.step + 1)
         self.save(must=True)
         blocks = config.plan.rcache_blocks
+        micro_batches = self.progress.global_batch * config.run.accumulation // samples
         _LOG.debug("memory was short: plan %s, %d micro-batches from here on", config.plan, config.run.accumulation)
         self.event(
             "out of memory",
             f"{who[0] if who else 'a rank'} in step {self.progress.step + 1}; it is redone with micro-batches: "
-            f"{config.run.accumulation}, rCache blocks: {'as before' if blocks is None else blocks}",
+            f"{micro_batches}, rCache blocks: {'as before' if blocks is None else blocks}",
         )
         return config
 
@@ -768,7 +769,8 @@ def lr_factor(
 ) -> float:
     """Factor on the peak learning rate at a step counted from 0: linear warm-up, then `schedule`.
 
-    A scheduler of torch begins at step `begin`, by default with the end of the warm-up.
+    A scheduler of torch begins at step `begin`, by default with the end of the warm-up; steps between the two, which a
+    run does again after it has gone back, have its first factor.
     """
     warmup = config.warmup_steps
     if schedule == COSINE:
@@ -776,7 +778,7 @@ def lr_factor(
     else:
         begin = warmup if begin is None else begin
         table = factors(schedule, config.lr, max(1, steps - begin))
-        rises, decay = step < begin, table[min(max(0, step - begin), len(table) - 1)]
+        rises, decay = step < min(begin, warmup), table[min(max(0, step - begin), len(table) - 1)]
     return (step + 1) / (warmup + 1) if rises else decay
 
 

@@ -71,6 +71,8 @@ def test_rates_are_those_of_torch(text: str, kind: Any, arguments: dict[str, Any
         ("StepLR(3)", "expected cosine, or a scheduler with named arguments"),
         ("StepLR(step_size=os)", "expected cosine, or a scheduler with named arguments"),
         ("StepLR(step_size=", "expected cosine, or a scheduler with named arguments"),
+        ("StepLR(step_size=30, step_size=2)", "expected cosine, .*an argument is given twice"),
+        ("tests.support.no_module.MyLR(after=3)", "there is no .*PYTHONPATH: ModuleNotFoundError"),
         ("StepsLR(step_size=3)", "there is no StepsLR"),
         ("nowhere.StepLR(step_size=3)", "there is no nowhere.StepLR"),
         ("torch.nn.Linear(in_features=1)", "torch.nn.Linear is not a scheduler"),
@@ -84,6 +86,13 @@ def test_rates_are_those_of_torch(text: str, kind: Any, arguments: dict[str, Any
 def test_what_is_no_schedule_says_why(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.schedule .*{message}"):
         settings_of(tmp_path, optimizer={"schedule": text}, run={"steps": 100})
+
+
+def test_a_module_of_a_schedule_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("raise ValueError('broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no broken_module\.MyLR .*ValueError: broken"):
+        factors("broken_module.MyLR(after=3)", 0.1, 4)
 
 
 def test_a_last_rate_without_its_schedule_is_refused() -> None:
@@ -145,6 +154,15 @@ def test_a_run_that_goes_back_keeps_batch_and_schedule(ranks: Ranks, tmp_path: P
     assert [line["lr"] for line in found["metrics"][5:]] == pytest.approx([3e-3 / 4] * 3), (
         "half, and half by the return"
     )
+
+
+@pytest.mark.parametrize(("begin", "rises"), [(None, 2), (6, 2), (1, 1)])
+def test_steps_before_a_change_of_schedule_have_its_first_factor_or_warm_up(begin: int | None, rises: int) -> None:
+    """A run that goes back does steps before the change again."""
+    config = OptimizerConfig(warmup_steps=2)
+    found = [lr_factor(step, 10, config, "ConstantLR(factor=0.5, total_iters=3)", begin) for step in range(8)]
+    last = 3 + (2 if begin is None else begin)
+    assert found == pytest.approx([(step + 1) / 3 if step < rises else 0.5 if step < last else 1 for step in range(8)])
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused(ranks: Ranks, tmp_path: Path) -> None:
