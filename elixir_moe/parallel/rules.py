@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.errors import LayoutError
+from elixir_moe.errors import LayoutError, UsageError
 from elixir_moe.parallel.dtensor import is_dtensor, pattern_of_dtensor, tensor_parallel_degree
 from elixir_moe.parallel.pattern import EXPERT_AXIS, Pattern, RankMesh
 from elixir_moe.parallel.tiles import tile_of, whole_name, whole_shape
@@ -37,9 +37,14 @@ def annotate(model: nn.Module, rules: Mapping[str, Pattern] | Mapping[Rule, Patt
             of a tied parameter match rules with different patterns; a parameter lacks a sharded dim. The message lists
             all names concerned. Also if `model` is not an nn.Module, or `rules` is not a mapping of globs and
             classes to patterns.
+        UsageError: the model is wrapped.
     """
     if not isinstance(model, nn.Module):
         raise LayoutError(f"annotate: model is a {type(model).__name__}, expected an nn.Module")
+    if getattr(model, "_elixir", None) is not None:
+        raise UsageError(
+            "annotate() of a wrapped model, whose chunks follow its patterns: call em.annotate before em.wrap"
+        )
     if not isinstance(rules, Mapping):
         raise LayoutError(
             f"annotate: rules is a {type(rules).__name__}, expected a mapping of globs to patterns, such as "

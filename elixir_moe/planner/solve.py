@@ -469,11 +469,11 @@ def chunk_lengths(params: Sequence[ParamSpec], within: tuple[int, int] | None = 
     numels = [-(-p.numel // elements_for_one(p.key, together)) for p in movable]
     largest = max(numels, default=1)
     shortest, longest = (largest, largest * _LENGTH_SPAN) if within is None else (max(largest, within[0]), within[1])
-    if longest < largest:
+    if within is not None and longest < largest:
+        given = longest if longest == within[0] else within
         raise PlanError(
-            f"chunk_numel={within}: parameter {movable[numels.index(largest)].name!r} needs chunks of at least "
-            f"{largest} elements: give a longest length of at least that, leave chunk_numel out, or cut the parameter "
-            "with em.tile"
+            f"chunk_numel={given}: parameter {movable[numels.index(largest)].name!r} needs chunks of at least "
+            f"{largest} elements: allow at least that, leave chunk_numel out, or cut the parameter with em.tile"
         )
     single = {len(key.ranks) == 1 for key in group_parameters(params)}
     defaults = {best_chunk_numel(params, stay=stay) for stay in ((False, True) if len(single) > 1 else (False,))}

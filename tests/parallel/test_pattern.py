@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elixir_moe.errors import ConfigError, ElixirError, LayoutError
+from elixir_moe.errors import ConfigError, ElixirError, LayoutError, UsageError
 from elixir_moe.parallel.mesh import expert_mesh, init_mesh
 from elixir_moe.parallel.pattern import Pattern, RankMesh
 from elixir_moe.parallel.rules import annotate, named_tensors, pattern_of
@@ -265,6 +265,12 @@ CUT_1 = Pattern(dense(), replicate=("dp",), shard={"tp": 1})
 
 
 class TestAnnotate:
+    def test_a_wrapped_model_is_refused(self) -> None:
+        model = nn.Linear(2, 2)
+        model._elixir = object()  # what wrap leaves on it
+        with pytest.raises(UsageError, match=r"before em\.wrap"):
+            annotate(model, {"*": REPLICATED})
+
     def test_the_first_rule_that_matches_wins(self) -> None:
         model = Model()
         annotate(model, {"experts.0.*": CUT, "*.weight": REPLICATED, "*": CUT})
