@@ -87,8 +87,8 @@ class Figures:
             "link from GPU": seconds.offload,
             "waiting for blocks": seconds.stall,
             "other GPUs": seconds.exposed,
-            "Adam": seconds.memory_update,
-            "Adam on disk": seconds.disk_update,
+            "updates": seconds.memory_update,
+            "updates on disk": seconds.disk_update,
         }
 
     @property
