@@ -8,6 +8,7 @@ import contextlib
 import random
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dis import opname
 from pathlib import Path
@@ -87,7 +88,7 @@ class Interrupt:
         self._before.clear()
 
     def _enter_function(self, frame: FrameType, _event: str, _arg: Any) -> Any:
-        if "elixir_moe/" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+        if "elixir_moe/" not in frame.f_code.co_filename or _finalizes(frame):
             return None
         frame.f_trace_opcodes = True
         self._before[frame] = "RESUME"
@@ -106,6 +107,15 @@ class Interrupt:
                     sys.settrace(None)
                     raise KeyboardInterrupt
         return self._run_instruction
+
+
+def _finalizes(frame: FrameType) -> bool:
+    """Whether a frame runs because an object is freed: Python ignores exceptions there, and 3.11 may confuse the frame
+    that it interrupts when a trace function raises one."""
+    caller: FrameType | None = frame
+    while caller is not None and "elixir_moe/" in caller.f_code.co_filename and caller.f_code.co_name != "__del__":
+        caller = caller.f_back
+    return caller is not None and (caller.f_code.co_name == "__del__" or caller.f_code.co_filename == weakref.__file__)
 
 
 def wrapped(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, ShardedOptimizer]:
