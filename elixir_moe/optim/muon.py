@@ -95,10 +95,6 @@ def _update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any
     update = (gradient.lerp(kept, group["momentum"]) if group["nesterov"] else kept).contiguous()
     weights = parameter.contiguous()  # the parameter itself, unless it is stored in another order
     weights.mul_(1 - rate * group["weight_decay"])
-
-    def part_of(flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return flat.as_strided(matrix.shape, (matrix.stride, 1), flat.storage_offset() + matrix.start)
-
     for together in at_once(found, group):
         whole = orthogonalize([part_of(update, matrix).float() for matrix in together], group)
         for matrix, change in zip(together, whole, strict=True):
@@ -106,6 +102,11 @@ def _update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any
             part_of(weights, matrix).add_(change, alpha=-scaled)
     if weights is not parameter:
         parameter.copy_(weights)
+
+
+def part_of(flat: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """The view of a matrix, (rows, columns), in the contiguous memory that `Matrix.start` counts from."""
+    return flat.as_strided(matrix.shape, (matrix.stride, 1), flat.storage_offset() + matrix.start)
 
 
 def orthogonalize(updates: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Sequence[torch.Tensor]:

@@ -21,9 +21,9 @@ from torch import nn
 
 from elixir_moe.errors import UsageError
 from elixir_moe.optim.cut_matrix import cuts_of, slice_of, whole_shape
-from elixir_moe.optim.muon import orthogonalize
+from elixir_moe.optim.muon import orthogonalize, part_of
 from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, UpdateAtOnce
-from elixir_moe.optim.whole_matrix import Matrix, at_once, bands, fixed_options, in_chunk, matrices, owners
+from elixir_moe.optim.whole_matrix import at_once, bands, fixed_options, in_chunk, matrices, owners
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
@@ -101,23 +101,19 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
 
     def _orthogonalize(self, chunk: Chunk, used: set[nn.Parameter], update: torch.Tensor) -> None:
         """Orthogonalizes the matrices of this rank in a gathered `update`, and zeroes the others."""
-
-        def part_of(matrix: Matrix) -> torch.Tensor:
-            return update.as_strided(matrix.shape, (matrix.stride, 1), update.storage_offset() + matrix.start)
-
         mine = []
         for matrix, owner in self._owned[chunk.spec.index]:
             if owner == chunk.communicator.rank and chunk.parameters[matrix.slot] in used:
                 mine.append(matrix)
             else:
-                part_of(matrix).zero_()
+                part_of(update, matrix).zero_()
         for slot, of_parameter in groupby(mine, key=lambda matrix: matrix.slot):
             parameter = chunk.parameters[slot]
             cuts, options = self._cuts[parameter], self._groups[self._group_of[parameter]]
             for together in at_once(of_parameter, options):
-                joined = [self._whole.join(part_of(matrix), cuts) for matrix in together]
+                joined = [self._whole.join(part_of(update, matrix), cuts) for matrix in together]
                 for matrix, whole in zip(together, orthogonalize(joined, options), strict=True):
-                    part_of(matrix).copy_(slice_of(whole, cuts, chunk.communicator.rank))
+                    part_of(update, matrix).copy_(slice_of(whole, cuts, chunk.communicator.rank))
 
     def _apply(
         self,
