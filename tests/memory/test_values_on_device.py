@@ -142,15 +142,20 @@ def test_writes_and_dropped_gradients(world: int, ranks: Ranks) -> None:
     ranks(world).run(rewritten)
 
 
+def third_step(model: Any, optimizer: Any) -> dict[str, Any]:
+    """(rank) The result of a third step, with the state it leaves."""
+    result = gpu_cases.train(model, optimizer, range(2, 3), 1, "cpu")
+    result["state"] = em.full_state_dict(model, all_ranks=True)
+    gpu_cases.close(optimizer)
+    return result
+
+
 def saved(folder: str, plan: em.Plan) -> dict[str, Any]:
     """(rank) Saves after two steps, and takes a third."""
     model, optimizer = gpu_cases.wrap(DENSE, plan, BF16, "cpu")
     gpu_cases.train(model, optimizer, range(2), 1, "cpu")
     em.save(folder, model, optimizer)
-    result = gpu_cases.train(model, optimizer, range(2, 3), 1, "cpu")
-    result["state"] = em.full_state_dict(model, all_ranks=True)
-    gpu_cases.close(optimizer)
-    return result
+    return third_step(model, optimizer)
 
 
 def loaded(folder: str, plan: em.Plan) -> dict[str, Any]:
@@ -158,10 +163,7 @@ def loaded(folder: str, plan: em.Plan) -> dict[str, Any]:
     model, optimizer = gpu_cases.wrap(DENSE, plan, BF16, "cpu")
     gpu_cases.train(model, optimizer, range(1), 1, "cpu")
     em.load(folder, model, optimizer)
-    result = gpu_cases.train(model, optimizer, range(2, 3), 1, "cpu")
-    result["state"] = em.full_state_dict(model, all_ranks=True)
-    gpu_cases.close(optimizer)
-    return result
+    return third_step(model, optimizer)
 
 
 def test_checkpoints_load_under_other_plans_and_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
