@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import elixir_moe as em
 from benchmarks.contenders import LEARNING_RATE
 from benchmarks.proof.models import Model, build, fill
-from benchmarks.proof.plan import ONE_PASS
+from benchmarks.proof.plan import MUON, ONE_PASS
 from benchmarks.proof.rates import elapsed
 from benchmarks.proof.steps import tell
 from benchmarks.proof.trace import record, summary
@@ -40,7 +40,7 @@ FEWER_STEPS = 1, 2
 TOY_STEPS = 1, 1
 """The value without a GPU."""
 MOST_OF_FEW = 4
-OURS = ("ours", ONE_PASS)
+OURS = ("ours", ONE_PASS, MUON)
 FITS = 0.96
 """Part of the device's memory that a plan may use. The holes that the allocator leaves are in the plan's own sum."""
 OVERHEAD = 1.1
@@ -247,7 +247,7 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
         accumulation=case.accumulation,
         batches_per_pass=case.accumulation if one_pass else 1,
     )
-    module, optimizer = em.wrap(model.module, torch.optim.AdamW(model.module.parameters(), lr=LEARNING_RATE), plan=plan)
+    module, optimizer = em.wrap(model.module, _optimizers(model, muon=case.contender == MUON), plan=plan)
     found = em.inspect(module)
     print(found.plan, found.plan.explain(), sep="\n", flush=True)
     assert found.prediction is not None
@@ -258,6 +258,15 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
     )
     forecast = found.prediction.forecast
     return step, {"predicted_seconds": forecast.seconds.step, "activation_bytes": forecast.activation_bytes}
+
+
+def _optimizers(model: Model, *, muon: bool) -> list[torch.optim.Optimizer]:
+    of_layers = {id(p) for block in model.blocks for p in block.parameters() if muon and p.ndim == 2}
+    matrices, rest = [], []
+    for parameter in _trained(model.module):
+        (matrices if id(parameter) in of_layers else rest).append(parameter)
+    adamw = torch.optim.AdamW(rest, lr=LEARNING_RATE)
+    return [torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw"), adamw] if muon else [adamw]
 
 
 def _fsdp2(model: Model, case: Case, device_bytes: int) -> Built:
@@ -321,6 +330,7 @@ def _deepspeed(model: Model, case: Case, device_bytes: int) -> Built:
 BUILD = {
     "ours": _ours,
     ONE_PASS: _ours,
+    MUON: _ours,
     "fsdp2": _fsdp2,
     "fsdp2-offload": _fsdp2,
     "deepspeed-zero3-offload": _deepspeed,

@@ -13,9 +13,11 @@ from benchmarks.proof.bound import bound
 from benchmarks.proof.steps import Journal, Step
 
 ONE_PASS = "ours-one-pass"
+MUON = "ours-muon"
+"""Muon for the matrices of layers, AdamW for the rest."""
 OFFLOADING_PEERS = ("fsdp2-offload", "deepspeed-zero3-offload")
 MODELS: dict[str, tuple[int | None, tuple[str, ...]]] = {
-    "gpt2-5.5b": (78, OFFLOADING_PEERS),
+    "gpt2-5.5b": (78, (MUON, *OFFLOADING_PEERS)),
     "qwen3-30b-a3b-lora": (40, OFFLOADING_PEERS),
     "gpt2-4b": (None, ("fsdp2", *OFFLOADING_PEERS)),
     "pr-moe-6b": (78, OFFLOADING_PEERS),
