@@ -344,7 +344,8 @@ class Recorder(Recording):
             if index is not None:
                 return _Saved(whole, parameter=index)
         region = None
-        if not in_backward() and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
+        inside = self._running and not in_backward()  # the hooks of a wrapped model see no more
+        if inside and kept_by_region(tensor) and tensor.untyped_storage() not in self._kept:
             self._kept.add(tensor.untyped_storage())
             number, region = self._region
             if number != next_sequence_number():

@@ -171,13 +171,18 @@ class Hooks:
         """The sequence number of the first node of the next turn."""
         self._in_fp32: list[nn.Parameter] = []
         """The parameters whose gradients autograd sums in fp32 now."""
-        self._install(units)
+        self._install(units, around_units=checkpoints is not None)
 
-    def _install(self, units: Mapping[Unit, nn.Module]) -> None:
+    def _install(self, units: Mapping[Unit, nn.Module], *, around_units: bool) -> None:
+        """`around_units`: a call of a module with units in it begins the hooks of saved tensors, too.
+
+        A step may call a part of the model, which then runs checkpointed regions outside of all units.
+        """
         for unit, module in units.items():
             self._hook(module, unit)
-        if self._root not in units.values():
-            self._hook(self._root, None)
+        own = set(units.values())
+        for module in {self._root, *(_around(self._root, own) if around_units else ())} - own:
+            self._hook(module, None)
         hooks = weakref.ref(self)
         for parameter, slot in self._slot_of.items():
             if parameter.requires_grad:
@@ -690,6 +695,14 @@ def gone_since_wrap(gone: Sequence[str]) -> str:
 def _accumulated(hooks: weakref.ref[Hooks], slot: ParamId, _: nn.Parameter) -> None:
     if (alive := hooks()) is not None:
         alive.accumulated(slot)
+
+
+def _around(module: nn.Module, own: set[nn.Module]) -> set[nn.Module]:
+    """The modules that have modules of `own` in them, and are none of these."""
+    found = set().union(*(_around(child, own) for child in module.children()))
+    if module not in own and (found or not own.isdisjoint(module.children())):
+        found.add(module)
+    return found
 
 
 def _reach(hooks: weakref.ref[Hooks], unit: weakref.ref[Unit], entered: int, left: int, _: torch.Tensor) -> None:

@@ -148,6 +148,35 @@ def test_inputs_leave_the_device(reentrant: bool, away: Any) -> None:
     optimizer.close()
 
 
+class Headed(nn.Module):
+    """`Blocks` and a head, which the loss may use by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Blocks(reentrant=False), nn.Linear(WIDTH, 4)
+
+
+def loss_by_parts(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model.head(model.body(ids)).square().mean()  # type: ignore[operator]
+    return loss
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("together", [1, 3])
+def test_inputs_leave_the_device_in_a_step_that_calls_parts_of_the_model(together: int) -> None:
+    held = []
+    for away in ("all", 0):
+        model, optimizer = wrapped(Headed(), away, em.Plan.offload(chunk_numel=32 * WIDTH))
+        if together == 1:
+            loss_by_parts(model, IDS).backward()
+        else:
+            em.accumulate(model, loss_by_parts, [IDS] * together)
+        optimizer.step()
+        held.append(em.inspect(model).held_bytes["host"])
+        optimizer.close()
+    assert held[0] - held[1] == together * (LAYERS + 1) * IDS.numel() * WIDTH * 4
+
+
 @pytest.mark.usefixtures("world")
 def test_an_input_of_several_regions_goes_once_and_masks_stay() -> None:
     model, optimizer = wrapped(Blocks(reentrant=False))
