@@ -117,8 +117,6 @@ class Gathers:
         for index in own:
             weights = self._weights[index]
             weights.holds = max(weights.holds - 1, 0)  # a reset may have run before
-            if self._phase.first:
-                self._writes.keep(weights)
         return own
 
     def acquire_chunk(self, index: int) -> bool:

@@ -216,6 +216,8 @@ class Reductions:
         self._copy_in(gradients, at_once=True)
         assert gradients.buffer is not None
         self._phase.reduce()
+        if self._phase.first and chunk.spec.residence is not CACHED:  # the sum may take the place of the weights
+            self._writes.keep(self._weights[index])
         self._let_update(gradients)
         with unrecorded():
             sent = gradients.buffer.complete()

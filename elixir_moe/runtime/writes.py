@@ -307,8 +307,9 @@ def _restore(weights: Weights) -> None:
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-_SUMMED_TOGETHER = 1 << 22
-"""Words of a checksum that are widened at once, which bounds its temporary memory."""
+_WORD_BYTES = 8
+_COLUMNS = 1 << 12
+"""The words of a checksum are a table of so many columns, whose sums need no temporary copy."""
 
 
 def _differ_from_shared(weights: Weights, positions: Iterable[int]) -> list[int]:
@@ -341,9 +342,27 @@ def _checksums_by_rank(weights: Weights, positions: Sequence[int]) -> torch.Tens
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
-    """A sum of the bits of flat values, weighted by place, modulo 2^64; a scalar on their device."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for words in values.view(_WORDS[values.itemsize]).split(_SUMMED_TOGETHER):
-        odd = torch.arange(len(words), device=values.device).mul_(2).add_(1)
-        total = total * 3 + odd.mul_(words).sum()
+    """A sum of the bits of flat values, weighted by place, modulo 2^64; a scalar on their device.
+
+    Each place has an odd weight of its own, so that no change of a single word leaves the sum as it was.
+    """
+    if len(values) < _COLUMNS:
+        return _weighted(values.view(_WORDS[values.itemsize]), 1, 2)
+    of_word = max(1, _WORD_BYTES // values.itemsize)
+    if values.storage_offset() % of_word:  # user code gave it other memory; chunks align their parameters
+        values = values.clone()
+    last = len(values) - len(values) % of_word
+    words = values[:last].view(torch.int64)
+    whole = len(words) - len(words) % _COLUMNS
+    rest = torch.cat((words[whole:], values[last:].view(_WORDS[values.itemsize])))
+    total = _weighted(rest, -1, -2)
+    if whole:
+        table = words[:whole].view(-1, _COLUMNS)
+        row = 2 * (_COLUMNS + 1)
+        total += _weighted(table.sum(0), 1, 2) + _weighted(table.sum(1), row, row)
     return total
+
+
+def _weighted(words: torch.Tensor, first: int, step: int) -> torch.Tensor:
+    weights = torch.arange(first, first + step * len(words), step, device=words.device)
+    return weights.mul_(words).sum()
