@@ -240,6 +240,8 @@ def _backward(losses: Sequence[Tensor], factors: Sequence[float | Tensor]) -> li
     return [loss.detach() for loss in losses]
 
 
+_HOOKS = {key for key, value in vars(nn.Module()).items() if isinstance(value, dict)} - {"_parameters"}
+"""Where modules keep hooks and each other, but no tensors, and buffers, which are looked at by themselves."""
 _WATCHED = 2
 """Batches that `_Watch` looks at. A look takes milliseconds where there are thousands of modules."""
 
@@ -299,6 +301,8 @@ def _places_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
         yield name, vars(module)
         yield name, module._buffers
         for key, value in vars(module).items():
+            if key in _HOOKS:
+                continue
             place = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
             if place is not None and not isinstance(value, (Tensor, nn.Module, type)) and id(place) not in seen:
                 seen.add(id(place))
