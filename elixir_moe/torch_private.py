@@ -12,7 +12,7 @@ where they are needed, and `ATTRIBUTES` lists them, including those of `nn.Modul
 import ctypes
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import repeat, starmap
@@ -317,6 +317,13 @@ adjusted_rate: Callable[[float, str | None, tuple[int, ...]], float] = _torch("o
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tells LR schedulers that `optimizer` has stepped: they wrap its `step`, which a sharded one does not call."""
     setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+def replace_methods(optimizer: torch.optim.Optimizer, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Sets `methods` of `optimizer`. LR schedulers take another `step` for one that they have wrapped."""
+    for name, method in methods.items():
+        setattr(method, "_wrapped_by_lr_sched", True)  # noqa: B010
+        setattr(optimizer, name, method)
 
 
 def never_twice(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,9 @@ MODES = ("train", "eval")
 Accelerate and Hugging Face's Trainer call them if an optimizer has them.
 """
 
+REPLACED = ("step", "zero_grad", *MODES)
+"""Methods that `wrap` or an LR scheduler replaces on an optimizer itself."""
+
 _TRIED_NUMEL = 2**17
 """Elements of the trial tensor for an optimizer's state; 8-bit optimizers use blocks from 4096 elements on."""
 
@@ -254,8 +257,7 @@ def like(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of the same class and settings on other parameters, without calling its constructor."""
     twin = object.__new__(type(inner))
-    # An LR scheduler may have replaced `step` on the instance.
-    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "step"})
+    twin.__dict__.update({name: value for name, value in inner.__dict__.items() if name not in REPLACED})
     twin.param_groups = [{**group, "params": [piece for piece, _ in pieces]}]
     twin.state = defaultdict(dict, {piece: state for piece, state in pieces if state})
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -25,7 +25,7 @@ from elixir_moe.distributed.waits import Wait
 from elixir_moe.errors import ConfigError, ElixirError, UsageError
 from elixir_moe.kernels import work_on
 from elixir_moe.memory.disk import DiskFile
-from elixir_moe.optim.accepted import MODES, changes
+from elixir_moe.optim.accepted import MODES, REPLACED, changes, modes_of
 from elixir_moe.optim.agreement import Chosen, Facts, LossScale, StepDecision
 from elixir_moe.optim.early import EarlyUpdates
 from elixir_moe.optim.joined import members_of
@@ -39,7 +39,7 @@ from elixir_moe.runtime.param_access import refuse_copy
 from elixir_moe.runtime.phase import BROKEN, CLOSED, READY, REDUCED, STEPPABLE, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.spans import in_span
-from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped
+from elixir_moe.torch_private import DisableTorchFunctionSubclass, mark_stepped, replace_methods
 
 
 class _StateInShards(dict[Any, Any]):
@@ -457,6 +457,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return together, 0 if together else first.get(index, -1), index
 
         return sorted(self._chunks, key=place)
+
+
+def refuse_given(given: torch.optim.Optimizer) -> None:
+    """Makes the optimizers that `wrap` was given refuse to step: they find no gradients, and would change nothing."""
+    for member in members_of(given):
+        kind = type(member).__name__
+        names = [name for name in REPLACED if name not in MODES or name in modes_of(member)]
+        replace_methods(member, {name: partial(_refuse_given, kind, name) for name in names})
+
+
+def _refuse_given(kind: str, name: str, *_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        f"{name}() of the {kind} that em.wrap was given: its gradients, weights and state are in shards now. Call "
+        f"{name}() of the optimizer that em.wrap returned, as in model, optimizer = em.wrap(...); optimizer.{name}()"
+    )
 
 
 def _limit(argument: str, given: Any) -> float:

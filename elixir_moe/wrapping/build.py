@@ -14,7 +14,7 @@ from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import drop_all, make_on_all_ranks
 from elixir_moe.hf.save_pretrained import refuse_merges
 from elixir_moe.memory.slabs import allocation
-from elixir_moe.optim.optimizer import ShardedOptimizer
+from elixir_moe.optim.optimizer import ShardedOptimizer, refuse_given
 from elixir_moe.parallel import megatron
 from elixir_moe.runtime.chunk import Chunk
 from elixir_moe.runtime.hooks import Hooks
@@ -46,6 +46,7 @@ def build(request: Request, resolved: Resolved, allocated: Allocated, chunks: Se
     megatron.refuse_replaced(model)
     if resolved.prediction is not None:
         resolved.prediction.watch(model, optimizer)
+    refuse_given(request.optimizer)
     model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
     return optimizer
 

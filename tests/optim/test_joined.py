@@ -1,12 +1,15 @@
 """A pair of optimizers in `wrap`: what may change on either of them, and what is refused."""
 
+import pickle
+import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import elixir_moe as em
@@ -81,6 +84,35 @@ def test_what_changes_the_groups_of_an_optimizer_after_wrap_is_refused_by_the_ne
     model(X).square().mean().backward()
     with pytest.raises(UsageError, match=r"after wrap"):
         optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_optimizers_that_wrap_was_given_refuse_to_step(alone: bool) -> None:
+    model = Two()
+    given = (torch.optim.AdamW(model.parameters(), lr=1e-2),) if alone else pair(model)
+    early = [LambdaLR(one, lambda step: 1 / (1 + step)) for one in given]
+    model, optimizer = em.wrap(model, given[0] if alone else given, plan=em.Plan.zero3())
+    late = [LambdaLR(one, lambda step: 1.0) for one in given]
+    model(X).square().mean().backward()
+    for one in given:
+        for method in (one.step, one.zero_grad):
+            with pytest.raises(
+                UsageError, match=rf"of the {type(one).__name__} that .* optimizer that em\.wrap returned"
+            ):
+                method()
+    before = em.full_state_dict(model)
+    optimizer.step()
+    assert not same_tensors(before, em.full_state_dict(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where a scheduler steps before its optimizer
+        for scheduler in (*early, *late):
+            scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        group["initial_lr"] for group in optimizer.param_groups
+    ]
+    for one in given:
+        assert pickle.loads(pickle.dumps(one.state_dict())) == deepcopy(one.state_dict())
     optimizer.close()
 
 
