@@ -76,7 +76,7 @@ class OptimizerState:
 
     def bytes_of(self, chunk: Chunk) -> int:
         """Bytes in memory of the state kept for a chunk in addition to its shard."""
-        return self._updates.of(chunk).state_bytes(chunk)
+        return self._updates.of(chunk).state_bytes(chunk) if chunk.spec.key.trainable else 0
 
     def piece_of(self, parameter: nn.Parameter) -> TrainedPiece | None:
         """The piece of a trainable parameter in this rank's shards; None if there is none."""

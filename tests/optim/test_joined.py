@@ -139,6 +139,16 @@ def test_a_subclass_of_muon_is_refused_by_its_name() -> None:
         em.wrap(model, (Mine(muon.param_groups), adamw), plan=em.Plan.zero3())
 
 
+def test_frozen_chunks_beside_muon_alone_hold_no_state() -> None:
+    model = Two()
+    model.hidden.bias.requires_grad_(False)
+    model.head.requires_grad_(False)
+    model, optimizer = em.wrap(model, em.Muon([model.hidden.weight]), plan=em.Plan.zero3())
+    shown = em.inspect(model)
+    assert shown.held_bytes["device"] == shown.footprint.device_bytes
+    optimizer.close()
+
+
 def test_a_vector_in_torchs_muon_is_refused_before_weights_move() -> None:
     model = Two()
     muon = torch.optim.Muon([model.hidden.weight])
