@@ -80,7 +80,7 @@ def wrap(
         LayoutError: patterns do not fit the ranks, or ranks disagree.
         ConfigError: the optimizer is neither elementwise nor Muon, has a state that cannot be cut (8-bit moments in
             blocks), has been stepped, or does not belong to the model; Muon's parameters are not whole matrices, or its
-            plan has values on disk or narrow state; a buffer, a view that a module keeps, or another
+            plan has narrow state; a buffer, a view that a module keeps, or another
             parameter shares a parameter's memory; another library has quantized a layer in a format without an equal
             here; or an argument is wrong.
         TierError: device memory, host memory or the disk is too small; before anything is allocated, if free memory

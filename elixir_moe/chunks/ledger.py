@@ -59,8 +59,8 @@ class Footprint:
     shard_bytes: dict[str, int]
     """{tier: bytes of compute or gradient shards, master shards and moments}."""
     spill_buffer_bytes: int
-    """Host memory for buffers: slices of chunks on disk during their update, values on their way from disk to the
-    device, and, with a GPU, gradients on their way to disk."""
+    """Host memory for buffers: slices of chunks on disk during their update, updates of whole matrices whose gradients
+    are on disk, values on their way from disk to the device, and, with a GPU, gradients on their way to disk."""
     gradient_bytes: int
     """Device memory for gradients of chunks without blocks, from the first gradient of a chunk to its reduction."""
     workspace_bytes: int
@@ -112,6 +112,8 @@ class Kind(StrEnum):
     """`SUMS_IN_FLIGHT` buffers for gradients on their way to sums."""
     UPDATED = "updated"
     """`DISK_THREADS` buffers for records of arrays on disk (`record_bytes`)."""
+    CHANGED = "changed"
+    """Memory for a shard's part of an update of whole matrices, where the gradient is on disk: one has it at once."""
     WORKSPACE = "workspace"
     """Memory for the update of a matrix: one has it at once."""
     READ = "read"
@@ -146,6 +148,8 @@ def needs(
         arrays = arrays_on_disk(chunk, moments, values_on_disk=values_on_disk)
         yield Kind.SHARD, Tier.DISK, spilled_bytes(numel, arrays)
         yield Kind.UPDATED, Tier.HOST, record_bytes(min(numel, spill_slice_numel()), arrays)
+    if trainable and from_disk and chunk.key.optimizer:
+        yield Kind.CHANGED, Tier.HOST, numel * chunk.update_itemsize
     if from_disk:
         yield Kind.SHARD, Tier.DISK, paged_bytes(values)
         yield Kind.READ, Tier.HOST, values
@@ -268,6 +272,7 @@ class Ledger:
         """Returns all bytes, with this number of blocks in the rCache."""
         totals, turns = self._totals, self._ascending[Kind.TURN]
         buffers = values_buffer_bytes([self._largest(Kind.READ)]) + DISK_THREADS * self._largest(Kind.UPDATED)
+        buffers += self._largest(Kind.CHANGED)
         arriving, to_disk = SUMS_IN_FLIGHT * self.arriving_bytes, self._whole and self._ascending[Kind.UPDATED]
         sums = dict(totals[Kind.SUMS])
         if to_disk:

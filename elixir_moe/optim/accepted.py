@@ -252,6 +252,11 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return plain and elementwise is not None and not any(group["amsgrad"] for group in elementwise.param_groups)
 
 
+def updates_on_disk(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can update chunks on disk: Adam and Muon can."""
+    return elementwise_of(optimizer) is None or is_adam(optimizer)
+
+
 def like(
     inner: torch.optim.Optimizer, pieces: list[tuple[nn.Parameter, dict[str, Any]]], group: dict[str, Any]
 ) -> torch.optim.Optimizer:

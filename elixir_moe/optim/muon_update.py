@@ -26,7 +26,7 @@ from elixir_moe.optim.shard_update import FlatMoments, TrainedPiece, UpdateAtOnc
 from elixir_moe.optim.whole_matrix import at_once, bands, fixed_options, in_chunk, matrices, owners
 from elixir_moe.parallel.dtensor import local_of
 from elixir_moe.runtime.chunk import Chunk
-from elixir_moe.runtime.whole_updates import WholeUpdates, update_memory
+from elixir_moe.runtime.whole_updates import WholeUpdates
 from elixir_moe.torch_private import adjusted_rate
 
 
@@ -66,8 +66,9 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
     ) -> None:
         """Updates the chunk. Collective: ranks with the chunk run it in one order."""
         chunk.shard.finish_sum()
-        own, pieces = update_memory(chunk), [one for one in pieces if one.parameter in used]
-        self._change(chunk, partial(self._add_momentum, pieces, scale, chunk.shard.gradient(), own))
+        own, pieces = self._whole.memory(chunk), [one for one in pieces if one.parameter in used]
+        gradients = None if chunk.shard.gradient_comes_along else chunk.shard.gradient()
+        self._change(chunk, partial(self._add_momentum, pieces, scale, gradients, own))
         self._whole.change(chunk, own, partial(self._orthogonalize, chunk, used))
         self._change(chunk, partial(self._apply, pieces, own, chunk.shard.values_shard))
 
@@ -83,19 +84,21 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
         self,
         pieces: list[TrainedPiece],
         scale: float | torch.Tensor,
-        gradients: torch.Tensor,
+        gradients: torch.Tensor | None,
         own: torch.Tensor,
         first: int,
         arrays: list[torch.Tensor],
     ) -> None:
-        """Writes to `own`, the memory of the `gradients`, the updates that are to be orthogonalized.
+        """Writes to `own`, which may be the memory of the `gradients`, the updates that are to be orthogonalized.
 
-        `arrays` are master and momentum of the shard's elements from `first` on.
+        `arrays` are master and momentum of the shard's elements from `first` on, and behind them the gradients, if
+        `gradients` is None.
         """
-        _, momentum = arrays
+        _, momentum, *behind = arrays
         for one, start, stop in _parts(pieces, first, first + momentum.numel()):
             options, kept = self._groups[one.group], momentum[start - first : stop - first]
-            gradient = gradients[start:stop].float() * scale
+            given = behind[0][start - first : stop - first] if gradients is None else gradients[start:stop]
+            gradient = given.float() * scale
             kept.lerp_(gradient, 1 - options["momentum"])
             own[start:stop] = gradient.lerp(kept, options["momentum"]) if options["nesterov"] else kept
 
@@ -127,7 +130,7 @@ class MuonUpdate(FlatMoments, UpdateAtOnce):
 
         `arrays` as for `_add_momentum`. The values of parameters without a gradient come back, too.
         """
-        master, _ = arrays
+        master, *_ = arrays
         for one, start, stop in _parts(pieces, first, first + master.numel()):
             options, offset = self._groups[one.group], one.piece.offset - one.piece.start
             rate = float(options["lr"])

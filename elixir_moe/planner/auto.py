@@ -38,7 +38,9 @@ class SearchRequest:
     device: torch.device
     compute_dtype: torch.dtype | None
     adam: bool
-    """Whether the optimizer is Adam: only Adam updates chunks on disk, and updates while the next forward runs."""
+    """Whether the elementwise optimizer is Adam: only Adam updates while the next forward runs."""
+    updates_on_disk: bool
+    """Whether the optimizer can update chunks on disk."""
     moments: int
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
@@ -193,7 +195,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         gpus=world,
         capacity_bytes=memory.device_bytes,
         host_bytes=0 if hardware.one_memory else memory.host_bytes,
-        disk_bytes=memory.disk_bytes if request.adam and not request.trained_whole else None,
+        disk_bytes=memory.disk_bytes if request.updates_on_disk else None,
         moments=request.moments,
         overlaps_updates=request.adam and not request.trained_whole,
         over_gloo=request.over_gloo,

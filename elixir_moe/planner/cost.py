@@ -15,7 +15,7 @@ forward, as far as `timeline` says.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -198,18 +198,22 @@ def traffic(
         return sum(comings[chunk.index] * _fetched_bytes(chunk, shared=chunk.index in shared) for chunk in chunks)
 
     read = [chunk for chunk in at[Tier.DISK] if reads_disk(chunk, Tier.DISK, values_on_disk=plan.values_on_disk)]
-    record = sum(
-        (1 + bool(chunk.key.optimizer))  # the update of whole matrices passes twice
-        * spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
-        for chunk in trained[Tier.DISK]
-    )
-    whole = trained[Tier.DISK] if plan.values_on_disk else []
-    summed = sum(spilled_bytes(chunk.shard_numel, (GRADIENT,)) for chunk in whole)
+
+    def by_updates(chunks: Iterable[ChunkSpec], nbytes: Callable[[ChunkSpec], int]) -> int:
+        return sum((1 + bool(chunk.key.optimizer)) * nbytes(chunk) for chunk in chunks)  # whole matrices pass twice
+
+    def record(chunk: ChunkSpec) -> int:
+        return spilled_bytes(chunk.shard_numel, arrays_on_disk(chunk, moments, values_on_disk=False))
+
+    def summed(chunk: ChunkSpec) -> int:
+        return spilled_bytes(chunk.shard_numel, (GRADIENT,))
+
+    updated_there, whole = by_updates(trained[Tier.DISK], record), trained[Tier.DISK] if plan.values_on_disk else []
     return Traffic(
         fetched_bytes=fetched(at[Tier.HOST]) + fetched(at[Tier.DISK]),
         read_bytes=fetched(read),
         offloaded_bytes=passes * sum(map(values_bytes, trained[Tier.HOST] + trained[Tier.DISK])),
-        summed_bytes=summed,
+        summed_bytes=sum(map(summed, whole)),
         kept_bytes=kept_bytes,
         gathered_bytes=gathered_bytes,
         reduced_bytes=reduced_bytes,
@@ -217,8 +221,8 @@ def traffic(
         host_numel=updated(Tier.HOST),
         narrow_numel=(updated(Tier.DEVICE, True), updated(Tier.HOST, True)),
         disk_numel=updated(Tier.DISK),
-        disk_read_bytes=record + summed,
-        disk_written_bytes=record + sum(paged_bytes(values_bytes(chunk)) for chunk in whole),
+        disk_read_bytes=updated_there + by_updates(whole, summed),
+        disk_written_bytes=updated_there + by_updates(whole, lambda chunk: paged_bytes(values_bytes(chunk))),
         collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in collective.items()),
         update_collectives=tuple((ranks, nbytes, times) for ranks, (nbytes, times) in updates.items()),
         update_crossing_bytes=sum(

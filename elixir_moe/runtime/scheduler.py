@@ -40,8 +40,9 @@ class Scheduler:
         agreement: Agreement = of_one_rank,
         sums: HostSums | None = None,
         communicators: Mapping[tuple[int, ...], Communicator] | None = None,
+        update_buffer: torch.Tensor | None = None,
     ) -> None:
-        """`communicators`: those of slices of matrices; chunks have their own."""
+        """`communicators`: those of slices of matrices; chunks have their own. `update_buffer`: for `WholeUpdates`."""
         self.chunks, self.statistics = chunks, statistics
         self.phase = Phase()
         weights = [Weights(chunk, blocks.own.get(chunk.spec.index)) for chunk in chunks]
@@ -63,7 +64,7 @@ class Scheduler:
             agreement,
         )
         self.whole_updates = WholeUpdates(
-            self.gathers, blocks, staging, streams, statistics, self.phase, communicators or {}
+            self.gathers, blocks, staging, streams, statistics, self.phase, communicators or {}, update_buffer
         )
         self.streams, self._blocks, self._staging = streams, blocks, staging
 

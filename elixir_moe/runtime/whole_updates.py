@@ -24,15 +24,6 @@ from elixir_moe.runtime.streams import Streams
 from elixir_moe.spans import span
 
 
-def update_memory(chunk: Chunk) -> torch.Tensor:
-    """The memory of the gradient in this rank's shard, (shard_numel,), for the update that takes its place.
-
-    fp32 or bf16: an fp16 gradient's memory holds bf16, since an update may be too small for fp16.
-    """
-    gradient = chunk.shard.gradient()
-    return gradient.view(torch.bfloat16) if gradient.dtype is torch.float16 else gradient
-
-
 class WholeUpdates:
     """Brings whole updates together and back, for one wrapped model on one rank."""
 
@@ -45,18 +36,40 @@ class WholeUpdates:
         statistics: Statistics,
         phase: Phase,
         communicators: Mapping[tuple[int, ...], Communicator],
+        buffer: torch.Tensor | None = None,
     ) -> None:
-        """`communicators` are those of chunks and of slices of matrices, by their ranks."""
+        """`communicators` are those of chunks and of slices of matrices, by their ranks; `buffer` is host memory for
+        updates whose gradients are on disk, flat uint8.
+        """
         self.communicators = communicators
         self._gathers, self._blocks, self._staging = gathers, blocks, staging
         self._streams, self._statistics, self._phase = streams, statistics, phase
+        self._buffer = buffer
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer in host memory."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def memory(self, chunk: Chunk) -> torch.Tensor:
+        """Memory for this rank's part of the update of a chunk, (shard_numel,), until the update of the next one.
+
+        It is that of the gradient, whose place the update takes; where the gradient is on disk, it is the buffer. fp32
+        or bf16: an fp16 gradient's memory holds bf16, since an update may be too small for fp16.
+        """
+        spec = chunk.spec
+        if chunk.shard.gradient_comes_along:
+            assert self._buffer is not None, "the ledger has counted it"
+            return self._buffer[: spec.shard_numel * spec.update_itemsize].view(spec.key.update_dtype)
+        gradient = chunk.shard.gradient()
+        return gradient.view(torch.bfloat16) if gradient.dtype is torch.float16 else gradient
 
     def change(self, chunk: Chunk, own: torch.Tensor, change: Callable[[torch.Tensor], None]) -> None:
         """Calls `change` on the gathered update, and puts this rank's part of the sum over the ranks in `own`.
 
         Args:
             chunk: the chunk; it has no gathered weights.
-            own: this rank's part of the update, from `update_memory`.
+            own: this rank's part of the update, from `memory`.
             change: works in place on the update of the whole chunk, (numel,).
         """
         spec = chunk.spec

@@ -67,7 +67,7 @@ class Wrapped:
         """Returns {tier: bytes} that the library holds on this rank in a backward, with all gradients."""
         held = {tier.value: 0 for tier in Tier}
         held[Tier.DEVICE] = self.scheduler.buffer_bytes + self.footprint.gradient_bytes + self.footprint.workspace_bytes
-        held[Tier.HOST] = sum(file.buffer_bytes for file in self.files)
+        held[Tier.HOST] = sum(file.buffer_bytes for file in self.files) + self.scheduler.whole_updates.buffer_bytes
         if self.scheduler.reductions.sums is not None:
             held[Tier.HOST] += self.scheduler.reductions.sums.nbytes
         if self.checkpoints is not None:

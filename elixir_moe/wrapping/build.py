@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.plan import Tier
 from elixir_moe.distributed.all_ranks import drop_all, make_on_all_ranks
 from elixir_moe.hf.save_pretrained import refuse_merges
-from elixir_moe.memory.slabs import allocation
+from elixir_moe.kernels import host_threads
+from elixir_moe.memory.slabs import allocation, locked_zeros
 from elixir_moe.optim.optimizer import ShardedOptimizer, refuse_given
 from elixir_moe.parallel import megatron
 from elixir_moe.runtime.chunk import Chunk
@@ -66,6 +68,7 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
         Peers(groups, chunks, stays=plan.blocks(layout) >= layout.most_blocks) if several else of_one_rank,
         allocated.sums,
         resolved.communicators,
+        _update_buffer(request, chunks),
     )
     checkpoints = (
         HostCheckpoints(plan.most_host_checkpoints, request.device, streams) if plan.host_checkpoints else None
@@ -109,3 +112,15 @@ def _staging(request: Request, allocated: Allocated) -> torch.Tensor | None:
         return None
     with allocation(nbytes, "the staging buffer of reductions", Tier.DEVICE):
         return torch.empty(nbytes, dtype=torch.uint8, device=request.device)
+
+
+def _update_buffer(request: Request, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+    """The buffer for updates of whole matrices whose gradients are on disk, if there are any."""
+    specs = [chunk.spec for chunk in chunks if chunk.spec.key.optimizer and chunk.shard.gradient_comes_along]
+    nbytes = max((spec.shard_numel * spec.update_itemsize for spec in specs), default=0)
+    if not nbytes:
+        return None
+    with allocation(nbytes, "the updates of matrices on disk", Tier.HOST):
+        if is_accelerator(request.device):
+            return locked_zeros(nbytes, host_threads(request.device))
+        return torch.zeros(nbytes, dtype=torch.uint8)

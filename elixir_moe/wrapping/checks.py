@@ -21,7 +21,7 @@ from elixir_moe.hf.import_quantized import check_layers
 from elixir_moe.hf.peft import adapters_of_layers, base_of, begins_with_weight, reads_weight
 from elixir_moe.hf.pretrained import names_in_base
 from elixir_moe.memory.slabs import is_one_memory
-from elixir_moe.optim.accepted import check_optimizer, is_adam, modes_of
+from elixir_moe.optim.accepted import check_optimizer, is_adam, modes_of, updates_on_disk
 from elixir_moe.optim.joined import elementwise_of, trained_whole
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.quantized.packed import packed_in, packed_parameters
@@ -109,13 +109,6 @@ def check_whole_matrices(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer
             f"{type(elementwise).__name__} has {modes[0]}(), and cannot be joined with {name}: use one that is always "
             f"in the same mode, such as AdamW"
         )
-    if isinstance(plan, AutoPlan) and plan.disk is not None:
-        raise ConfigError(
-            f"em.Plan.auto puts no chunk of {name} on disk: leave disk out, or say what goes there, as in "
-            f"em.Plan.offload(disk=...)"
-        )
-    if isinstance(plan, Plan) and plan.values_on_disk:
-        raise ConfigError(f"values_on_disk=True: {name} updates gradients in memory: leave it out")
     if plan.precision.is_narrow:
         raise ConfigError(
             f"master={plan.master!r} and moments={plan.moments!r} are for Adam and AdamW, and {name} keeps fp32: leave "
@@ -131,11 +124,10 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
             f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
             f"em.Plan.offload(disk=...) or dataclasses.replace(plan, disk=...)"
         )
-    elementwise = elementwise_of(optimizer)
-    if plan.disk is not None and elementwise is not None and not is_adam(elementwise):
+    if plan.disk is not None and not updates_on_disk(optimizer):
         raise ConfigError(
-            f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad; this is "
-            f"{type(elementwise).__name__}: use one of them, or leave disk out"
+            f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad, and by Muon; this is "
+            f"{type(elementwise_of(optimizer)).__name__}: use one of them, or leave disk out"
         )
     if plan.disk is not None and not os.access(plan.disk, os.W_OK | os.X_OK):
         why = "cannot be written" if os.path.isdir(plan.disk) else "does not exist"

@@ -23,7 +23,7 @@ from elixir_moe.distributed.all_ranks import make_on_all_ranks, raise_on_all_ran
 from elixir_moe.distributed.collectives import Communicator, build_communicators, goes_over_gloo
 from elixir_moe.memory.disk import DiskFile
 from elixir_moe.memory.host_sums import adds_async
-from elixir_moe.optim.accepted import is_adam, moments_of
+from elixir_moe.optim.accepted import is_adam, moments_of, updates_on_disk
 from elixir_moe.optim.cut_matrix import check_parts, ranks_of_cuts
 from elixir_moe.optim.joined import trained_whole
 from elixir_moe.runtime.model_spec import ModelSpec, describe
@@ -134,6 +134,7 @@ def _search(request: Request, wanted: AutoPlan, *, moments: int, over_gloo: bool
         device=request.device,
         compute_dtype=request.compute_dtype,
         adam=is_adam(request.optimizer),
+        updates_on_disk=updates_on_disk(request.optimizer),
         moments=moments,
         over_gloo=over_gloo,
         trained_whole=trained_whole(request.optimizer),

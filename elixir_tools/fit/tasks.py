@@ -220,7 +220,7 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         gpus=known.gpus,
         capacity_bytes=capacity_bytes,
         host_bytes=host_bytes,
-        disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam else None,
+        disk_bytes=hardware.disk_bytes_per_rank(known.gpus) if adam or known.optimizer == "muon" else None,
         moments=OPTIMIZERS[known.optimizer],
         overlaps_updates=adam,
         updates_in_backward=known.update_in_backward,

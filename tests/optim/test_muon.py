@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,13 +27,15 @@ from elixir_moe.chunks import ledger
 from elixir_moe.chunks.ledger import footprint
 from elixir_moe.chunks.packing import ChunkSpec, build_layout
 from elixir_moe.chunks.param_spec import ChunkGroupKey, ParamSpec
-from elixir_moe.errors import ConfigError
+from elixir_moe.errors import ConfigError, PlanError
+from elixir_moe.memory.disk import DiskFile
 from elixir_moe.optim.whole_matrix import Matrix, bands, in_chunk, matrices, owners
+from elixir_moe.planner import cost
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
 from tests.planner.test_auto import MACHINE
 from tests.support.cases import placed, with_further
-from tests.support.every import same_tensors
+from tests.support.every import every, same_tensors
 from tests.support.parity import mesh_of_world, tokens
 from tests.support.ranks import RankPool
 
@@ -47,6 +50,7 @@ PLANS = {
     "partly on the device": em.Plan.offload(chunk_numel=2048, rcache_blocks=4, device_chunks=2),
 }
 DISK = em.Plan.offload(chunk_numel=2048, rcache_blocks=4, disk_chunks=4)
+ALL_ON_DISK = replace(DISK, values_on_disk=True, chunk_numel=4608, disk_chunks=2)
 
 
 class Layers(nn.Module):
@@ -219,7 +223,9 @@ def test_weights_are_those_of_torch_to_the_bit_under_every_plan(
                 assert same_tensors(mine, theirs), f"{plan}, step {step}"
 
 
-@pytest.mark.parametrize("plan", [PLANS["zero3"], PLANS["offload"], DISK], ids=["zero3", "offload", "disk"])
+@pytest.mark.parametrize(
+    "plan", [PLANS["zero3"], PLANS["offload"], DISK, ALL_ON_DISK], ids=["zero3", "offload", "disk", "all on disk"]
+)
 def test_rows_of_their_own_and_adamw_give_the_same_weights(plan: em.Plan, ranks: Ranks) -> None:
     """The order of sums differs by a rounding, of which Newton-Schulz makes at most some rounded bf16 elements."""
     wanted = plain(torch.float32, 2, 0.5, "AdamW", ranks=2)
@@ -230,7 +236,7 @@ def test_rows_of_their_own_and_adamw_give_the_same_weights(plan: em.Plan, ranks:
                 assert (mine[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
-def on_disk(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def on_disk(dtype: torch.dtype, plan: em.Plan) -> list[dict[str, Tensor]]:
     """(rank) The weights of a model of which Muon trains all that is trained, in slices on disk, one for each step."""
     mesh_of_world()
     model = build()
@@ -238,20 +244,25 @@ def on_disk(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     for parameter in rest.param_groups[0]["params"]:
         parameter.requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "_SPILL_SLICE_NUMEL", 192)
-        model, optimizer = em.wrap(model, muon, plan=replace(placed(DISK), verify=True), compute_dtype=dtype)
+        # values are written a slice at a time, in whole pages
+        patch.setattr(ledger, "_SPILL_SLICE_NUMEL", 4096 // dtype.itemsize if plan.values_on_disk else 192)
+        model, optimizer = em.wrap(model, muon, plan=replace(placed(plan), verify=True), compute_dtype=dtype)
         found, _ = trained(model, optimizer, range(STEPS), 2)
+        sliced = [c for c in model._elixir.scheduler.chunks if c.shard.on_disk]
+        assert any(c.shard.spec.shard_numel > ledger.spill_slice_numel() for c in sliced)
+        assert every(c.shard.gradient_comes_along == plan.values_on_disk for c in sliced)
     optimizer.close()
     return found
 
 
+@pytest.mark.parametrize("plan", [DISK, ALL_ON_DISK], ids=["disk", "all on disk"])
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
-def test_chunks_on_disk_are_updated_slice_by_slice(world: int, dtype: torch.dtype, ranks: Ranks) -> None:
+def test_chunks_on_disk_are_updated_slice_by_slice(world: int, dtype: torch.dtype, plan: em.Plan, ranks: Ranks) -> None:
     """Muon is the only optimizer: nothing else is trained."""
     model = build()
     computed = deepcopy(model).to(dtype)
     muon, rest = optimizers(model)
-    for found in ranks(world).run(on_disk, dtype):
+    for found in ranks(world).run(on_disk, dtype, plan):
         assert len(found) == STEPS
     for step in range(STEPS):
         for micro in range(2):
@@ -310,7 +321,7 @@ def held(plan: em.Plan, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, i
     trained(model, optimizer, range(1))
     inspection, kept = em.inspect(model), model._elixir.kept
     device, host = inspection.footprint.memory_bytes(1)
-    assert model._elixir.held_bytes() == {"device": device, "host": host, "disk": 0}
+    assert model._elixir.held_bytes() == {"device": device, "host": host, "disk": inspection.footprint.disk_bytes}
     counted: dict[str, int] = {}
     for chunk in model._elixir.scheduler.chunks:
         for tier, nbytes in chunk.shard.held_bytes().items():
@@ -321,9 +332,9 @@ def held(plan: em.Plan, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, i
     return counted, allowed
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_ledger_counts_one_moment_of_each_matrix(plan: str, ranks: Ranks) -> None:
-    for counted, allowed in ranks(2).run(held, PLANS[plan], torch.bfloat16):
+@pytest.mark.parametrize("plan", [*PLANS.values(), DISK, ALL_ON_DISK], ids=[*PLANS, "disk", "all on disk"])
+def test_the_ledger_counts_one_moment_of_each_matrix(plan: em.Plan, ranks: Ranks) -> None:
+    for counted, allowed in ranks(2).run(held, plan, torch.bfloat16):
         assert counted == allowed
 
 
@@ -710,6 +721,75 @@ def test_a_searched_plan_counts_bytes_and_seconds_of_muon_and_trains_alike() -> 
             one.step()
             one.zero_grad()
         assert same_tensors(mine, model.state_dict()), step
+
+
+def searched(folder: Path, host_bytes: int) -> tuple[em.Plan, list[dict[str, Tensor]]]:
+    """(rank) The plan found where host memory is too small, with a disk beside it, and the weights behind each step."""
+    mesh_of_world()
+    model, muon = deep()
+    wanted = em.Plan.auto(lm_loss, tokens(0, 0, 8, 32), hardware=MACHINE, budget=1_500_000)
+    with mock.patch("elixir_moe.planner.auto.host_bytes_left", return_value=1_500_000 + host_bytes):
+        with pytest.raises(PlanError, match=r"or [\d.]+ [KMG]iB more on a disk"):
+            em.wrap(model, muon, plan=wanted)
+        model, optimizer = em.wrap(model, muon, plan=replace(wanted, disk=str(folder)))
+    found = stepped(model, optimizer)
+    shown, forecast = em.inspect(model), model._elixir.prediction.forecast
+    predicted = {"device": forecast.device_bytes, "host": forecast.host_bytes, "disk": forecast.disk_bytes}
+    assert shown.held_bytes == predicted
+    optimizer.close()
+    return shown.plan, found
+
+
+def deep() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT of which only the matrices of blocks are trained, by Muon."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=32, seq_len=8, n_layers=4, d_model=64, n_heads=2, tie_embeddings=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.ndim == 2 and "blocks" in name)
+    return model, torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=0.02)
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    found = []
+    for step in range(STEPS):
+        lm_loss(model, tokens(step, 0, 8, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values = em.full_state_dict(model) if hasattr(model, "_elixir") else model.state_dict()
+        found.append({name: value.clone() for name, value in values.items()})
+    return found
+
+
+@pytest.mark.parametrize(("host_bytes", "whole"), [(1_600_000, False), (1_200_000, True)])
+def test_the_search_puts_on_disk_what_host_memory_cannot_take(
+    host_bytes: int, whole: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    ((plan, found),) = ranks(1).run(searched, tmp_path, host_bytes)
+    assert plan.disk_chunks and plan.values_on_disk == whole
+    for step, (mine, theirs) in enumerate(zip(found, stepped(*deep()), strict=True)):
+        assert same_tensors(mine, theirs), step
+
+
+@pytest.mark.parametrize("plan", [DISK, ALL_ON_DISK], ids=["disk", "all on disk"])
+def test_an_update_reads_and_writes_on_disk_what_the_planner_counts(plan: em.Plan) -> None:
+    model = build()
+    muon, rest = optimizers(model)
+    for parameter in rest.param_groups[0]["params"]:
+        parameter.requires_grad_(False)
+    model, optimizer = em.wrap(model, muon, plan=placed(plan))
+    loss_of(model, rows(0, 0)).backward()
+    moved, move = Counter[bool](), DiskFile.move
+
+    def count(file: DiskFile, offset: int, memory: Tensor, *, write: bool) -> None:
+        moved[write] += memory.nbytes
+        move(file, offset, memory, write=write)
+
+    with mock.patch.object(DiskFile, "move", count):
+        optimizer.step()
+    shown = em.inspect(model)
+    predicted = cost.traffic(shown.plan, shown.layout, [], 1)
+    optimizer.close()
+    assert (moved[False], moved[True]) == (predicted.disk_read_bytes, predicted.disk_written_bytes)
 
 
 def in_fp32(plan: em.Plan | None) -> list[dict[str, Tensor]]:

@@ -83,6 +83,7 @@ def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
             compute_dtype=None,
             moments=2,
             adam=True,
+            updates_on_disk=True,
             over_gloo=True,
         ),
     )

@@ -29,6 +29,7 @@ def test_muon_has_the_matrices_of_layers_and_costs_its_bytes_and_its_step() -> N
         task = task_of(known, Hardware.named(MACHINE), model_of(known, None, layers=2), 1, 8)
         by = {param.name: param.key.optimizer for param in task.profile.params}
         assert set(by.values()) == ({""} if optimizer == "adamw" else {"", "Muon"})
+        assert task.disk_bytes is not None, "a disk would be of use"
         found[optimizer] = by, task.profile.orthogonalized_flops, task.overlaps_updates
     by, flops, overlaps = found["muon"]
     matrices = {name for name, which in by.items() if which}
