@@ -89,6 +89,14 @@ class Schedule:
         self.kept = frozenset(kept)
         """Chunks that no update makes stale (frozen ones): they stay gathered from one step to the next."""
 
+    def of_chunks(self, chunks: Collection[int]) -> "Schedule":
+        """The requests for these chunks and their gradients only."""
+        shorter: dict[CacheRequest, CacheRequest] = {}
+        for entry in set(self.entries):
+            wanted = tuple(chunk for chunk in entry.chunks if max(chunk, ~chunk) in chunks)
+            shorter[entry] = entry if wanted == entry.chunks else CacheRequest(entry.verb, wanted)
+        return Schedule([found for entry in self.entries if (found := shorter[entry]).chunks], kept=self.kept)
+
     @cached_property
     def holds(self) -> "Holds":
         """The entries that begin or end the first and the last hold on a chunk."""

@@ -245,7 +245,7 @@ class _Replay:
     def _enter(self, event: StepEvent) -> None:
         unit = self._units.get(event.module)
         if unit is None and event.module:  # the first module is the model, which has hooks in any case
-            self._read(replace(event, params=self._modules[event.module].params))  # if it runs outside of its unit
+            self._read(event, self._modules[event.module].params)  # if it runs outside of its unit
         else:
             self._stack.enter(event.module, unit, with_grad=event.with_grad, in_backward=event.in_backward)
 
@@ -254,8 +254,8 @@ class _Replay:
         if call is not None and not call.recomputes:
             self._runs.setdefault((self._number, event.module), []).append((call.entered, call.left))
 
-    def _read(self, event: StepEvent) -> None:
-        if free := self._free(event.params):
+    def _read(self, event: StepEvent, params: tuple[int, ...] | None = None) -> None:
+        if free := self._free(event.params if params is None else params):
             modes = {"with_grad": event.with_grad, "in_backward": event.in_backward}
             self._stack.end_read(self._stack.begin_read(free, lambda: "a read", **modes))
 

@@ -4,7 +4,7 @@ Owns the choice of units from a description of the modules, under any layout. Pu
 and `chunks.replay` counts with them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_moe.chunks.events import ModuleInfo
@@ -108,11 +108,14 @@ def chosen_units(modules: Sequence[ModuleInfo], layout: Layout) -> list[UnitSpec
     return choose_units(modules, moving_chunks(layout), whole_layers=layout.whole_layers)
 
 
-def units_moved(modules: Sequence[ModuleInfo], layout: Layout) -> int:
-    """The number of units that gather anything."""
-    moving = moving_chunks(layout)
-    units = dict.fromkeys(unit for unit in chosen_units(modules, layout) if unit is not None)
-    return sum(any(p in moving for p in unit.params) for unit in units)
+def units_moved(chosen: Sequence[UnitSpec | None], layout: Layout) -> int:
+    """The number of units that gather anything, of those chosen for the layout."""
+    return len(units_with(chosen, moving_chunks(layout)))
+
+
+def units_with(chosen: Sequence[UnitSpec | None], params: Collection[int]) -> set[UnitSpec]:
+    """The units that have any of these parameters."""
+    return {unit for unit in set(chosen) if unit is not None and any(p in params for p in unit.params)}
 
 
 def units_of(chosen: Sequence[UnitSpec | None], layout: Layout, label: Callable[[int], str]) -> dict[int, Unit]:

@@ -129,7 +129,7 @@ class Profile:
         """`events`, with parameters numbered as in ``model.parameters()``."""
         return renumbered(self.events, self.order)
 
-    @property
+    @cached_property
     def step_order(self) -> StepOrder:
         """The order of the step, for any layout."""
         return StepOrder(self.parts, self.events, trainable_of(self.params))

@@ -29,7 +29,7 @@ from elixir_moe.chunks.packing import (
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, size_text, size_text_up
 from elixir_moe.chunks.resolve import Placement
-from elixir_moe.chunks.units import units_moved
+from elixir_moe.chunks.units import UnitSpec, chosen_units, units_moved, units_with
 from elixir_moe.errors import PlanError
 from elixir_moe.planner import cost
 from elixir_moe.planner.hardware import Hardware
@@ -416,7 +416,7 @@ def price(
         layout = replace(layout, open_gradients=schedule.open_gradients())
         loads = gathered(schedule, plan.blocks(layout), task.passes)
     if units is None:
-        units = units_moved(task.profile.parts, layout)
+        units = units_moved(chosen_units(task.profile.parts, layout), layout)
     moved = cost.traffic(
         plan,
         layout,
@@ -552,8 +552,10 @@ class _Stepped:
     """The fewest blocks that it needs."""
     open_gradients: int
     """The most gradients that have blocks at once."""
-    units: int
-    """Modules whose chunks are gathered together."""
+    units: Sequence[UnitSpec | None]
+    """The unit of each module."""
+    moved: int
+    """Units whose chunks are gathered together."""
 
 
 class _Packing:
@@ -600,11 +602,19 @@ class _Packing:
             found.append(_Held(*held, 0, None, blocks, placement.ledger.block_bytes))
         return found
 
-    def _stepped(self, layout: Layout) -> "_Stepped":
-        profile = self._task.profile
-        one = profile.schedule(layout)
+    def _stepped(self, layout: Layout, of: "_Stepped | None" = None) -> "_Stepped":
+        """The step of a layout.
+
+        `of` is that of the layout without chunks in place. Its requests to the other chunks are those of this layout,
+        unless a chunk that leaves the rCache changes the units of others. Turns of two micro-batches may end elsewhere.
+        """
+        profile, left = self._task.profile, {chunk.index for chunk in layout.cached}
+        units = chosen_units(profile.parts, layout)
+        params = {slot.param for chunk in layout.cached for slot in chunk.slots}
+        alike = of is not None and units_with(units, params) == units_with(of.units, params)
+        one = of.one.of_chunks(left) if of is not None and alike else profile.schedule(layout)
         two = profile.step_order.schedule(layout, 2) if self._task.together > 1 else one
-        return _Stepped(one, two, two.least_blocks(), two.open_gradients(), units_moved(profile.parts, layout))
+        return _Stepped(one, two, two.least_blocks(), two.open_gradients(), units, units_moved(units, layout))
 
     def step(self, device_chunks: int) -> "_Stepped":
         """A step with `device_chunks` chunks on the device."""
@@ -612,7 +622,7 @@ class _Packing:
         in_place = self._in_place[device_chunks]
         if in_place not in self._steps:
             plan = Plan.offload(rcache_blocks="all", device_chunks=device_chunks)
-            self._steps[in_place] = self._stepped(plan.place(self.layout))
+            self._steps[in_place] = self._stepped(plan.place(self.layout), self._steps[0])
         return self._steps[in_place]
 
     def gathered(self, task: Task, device_chunks: int, blocks: int) -> list[int]:
@@ -777,7 +787,7 @@ class _LengthSearch:
         layout = replace(plan.place(self._layout), open_gradients=step.open_gradients)
         if self._task.together > 1 and not plan.gathers_again(layout):
             return  # em.accumulate then runs the plain loop
-        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=step.units)
+        priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=step.moved)
         if known is None or _rank(priced(step.one.must_load)) < _rank(known):
             self._found[blocks] = priced(self._packing.gathered(self._task, count, plan.blocks(layout)))
 

@@ -1,6 +1,7 @@
 """Passes of several micro-batches: the bytes that a price predicts are those that a step moves, and the search."""
 
 import contextlib
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,13 @@ from torch import nn
 import elixir_moe as em
 from elixir_moe.errors import PlanError
 from elixir_moe.planner.hardware import Hardware
-from elixir_moe.planner.solve import Task, price, solve
+from elixir_moe.planner.solve import Task, _Packing, price, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, lm_loss, lm_loss_without_logits
 from tests.runtime.test_accumulate import PLANS, Tied, adam, batches_of, bytes_of, loss_of, wrap
+from tests.runtime.test_first_step import Model
+from tests.runtime.test_first_step import loss_of as drawn_loss
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -175,3 +178,26 @@ def test_a_searched_plan_has_the_number(ranks: Ranks) -> None:
         assert em.Plan.from_json(plan.to_json()).batches_per_pass == plan.batches_per_pass
     with pytest.raises(PlanError, match=r"batches_per_pass=0: expected a number of micro-batches, at least 1, or None"):
         em.Plan.auto(lm_loss, SAMPLE, batches_per_pass=0)
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)])
+def test_a_step_with_chunks_in_place_is_that_of_a_replay(seeds: range, ranks: Ranks) -> None:
+    """However many of the chunks are in place, and whatever units the others then have."""
+    ranks(1).run(compare_with_replays, seeds)
+
+
+def compare_with_replays(seeds: range) -> None:
+    """(rank) Compares all steps of drawn models, one of which has chunks of any length, with replays."""
+    mesh = em.init_mesh(device_type="cpu")
+    for seed in seeds:
+        draw = random.Random(seed)
+        model, sample = Model(random.Random(seed), mesh), torch.randint(0, 24, (2, 8))
+        profile = trace(model, drawn_loss, sample, compute_dtype=draw.choice([torch.float32, torch.bfloat16]))
+        task = replace(task_of(model, drawn_loss, sample, accumulation=2), profile=profile).passing(2)
+        packing = _Packing(task, draw.choice([600, 1200, 2400]), whole_layers=draw.random() < 0.5)
+        for device_chunks in range(1, len(packing.layout.chunks) + 1):
+            found = packing.step(device_chunks)
+            layout = em.Plan.offload(rcache_blocks="all", device_chunks=device_chunks).place(packing.layout)
+            for micro_batches, mine in ((1, found.one), (2, found.two)):
+                wanted = profile.step_order.schedule(layout, micro_batches)
+                assert (mine.entries, mine.kept) == (wanted.entries, wanted.kept), (seed, device_chunks, micro_batches)
