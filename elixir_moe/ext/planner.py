@@ -1,7 +1,6 @@
 """The trace of a step, the cost of a plan, and the search for the fastest one that fits."""
 
 from elixir_moe.chunks.events import ModuleInfo, StepEvent
-from elixir_moe.chunks.param_spec import has_narrow_state
 from elixir_moe.planner import cost
 from elixir_moe.planner.decoding import bytes_a_weight
 from elixir_moe.planner.explain import explain

@@ -21,6 +21,7 @@ from elixir_moe.chunks.plan import AutoPlan, Plan
 from elixir_moe.distributed.all_ranks import raise_on_all_ranks
 from elixir_moe.errors import CheckpointError, ConfigError, UsageError
 from elixir_moe.hf.fused_experts import is_spread
+from elixir_moe.optim.joined import join
 from elixir_moe.optim.optimizer import ShardedOptimizer
 from elixir_moe.parallel.mesh import init_mesh
 from elixir_moe.parallel.rules import ranks_of_a_batch
@@ -145,14 +146,17 @@ class ElixirAccelerator(Accelerator):
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares a model together with its optimizer, and data loaders and schedulers as Accelerate does.
 
+        Two optimizers are one argument, as in `em.wrap`: ``prepare(model, (muon, adamw), loader)``.
+
         The model stays the same object; the optimizer becomes an `AcceleratedOptimizer` around the sharded one. Objects
         that are already prepared are returned unchanged. A model without trainable parameters is prepared for
         evaluation.
 
         Raises:
             UsageError: a trainable model comes without its optimizer, or the other way round, or after another one.
-            ConfigError: ranks that need the same rows would be given different ones.
+            ConfigError: ranks that need the same rows would be given different ones; or two optimizers cannot be one.
         """
+        args = tuple(join(item) if _are_optimizers(item) else item for item in args)
         placement = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placement) != len(args):
             raise UsageError(f"prepare got {len(args)} objects and a device_placement for {len(placement)}")
@@ -353,6 +357,10 @@ def _is_wrapped(item: Any) -> bool:
     if isinstance(item, torch.optim.Optimizer):
         return isinstance(getattr(item, "optimizer", item), ShardedOptimizer)
     return isinstance(item, nn.Module) and hasattr(item, "_elixir")
+
+
+def _are_optimizers(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and any(isinstance(each, torch.optim.Optimizer) for each in item)
 
 
 def _trainable(model: nn.Module) -> bool:

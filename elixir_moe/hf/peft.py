@@ -10,6 +10,7 @@ when they are created: it must then be whole and not quantized. Most adapters ca
 output.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,14 @@ def adapters_of_layers(model: nn.Module) -> dict[nn.Module, set[str]]:
     """{base layer: the names of its adapters} of all layers that peft has wrapped."""
     wrappers = [module for module in model.modules() if hasattr(module, "get_base_layer")]
     return {wrapper.get_base_layer(): wrapper._get_available_adapters() for wrapper in wrappers}  # type: ignore[operator]
+
+
+def adapters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of the adapters that peft has put into layers."""
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()) if hasattr(module, "get_base_layer") else ():
+            of_kind: Any = getattr(module, name, None)
+            yield from of_kind.parameters() if isinstance(of_kind, nn.Module) else ()
 
 
 def reads_weight(layer: nn.Module, *, or_bias: bool = False) -> str | None:

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 import zipfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ from elixir_moe.hf.one_pass import OnePass, why_not
 from elixir_moe.hf.routers import Routers, busiest, has_routers
 from elixir_moe.hf.save_pretrained import save_pretrained
 from elixir_moe.hf.steps import GoBack, StepCallback, StepFacts, Steps
+from elixir_moe.optim.division import divided
+from elixir_moe.optim.joined import join
 from elixir_moe.state.checkpoint.load import load
 from elixir_moe.state.wrapped import Wrapped
 
@@ -88,12 +91,13 @@ class ElixirMixin(_Trainer):
         routers: dict[str, Any] | None = None,
         loss: Literal["whole", "fused"] = "whole",
         update_in_backward: bool | None = None,
+        muon: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes the trainer's arguments and those of a plan.
 
         Args:
-            args, kwargs: the trainer's.
+            args, kwargs: the trainer's. `optimizers` may have two in the place of one: ``((muon, adamw), None)``.
             plan: as in `em.wrap`, by default `Plan.zero3()`. With `Plan.batches_per_pass`, so many micro-batches of a
                 step pass each layer together. `Plan.auto` without `accumulation` takes that of the trainer's settings
                 and chooses `batches_per_pass`.
@@ -108,12 +112,17 @@ class ElixirMixin(_Trainer):
                 default it does where `max_grad_norm` is 0, `save_strategy` writes checkpoints from which a run can
                 continue if such a backward fails, and no code of yours may need whole gradients: a `training_step`, a
                 callback's `on_pre_optimizer_step`, a pre-hook of the optimizer's step.
+            muon: options of `em.Muon`, or {}, to train the matrices of layers and experts by Muon, and the rest by the
+                optimizer of the trainer's settings. Learning rate and weight decay are those of the settings unless
+                given here; `adjust_lr_fn` is "match_rms_adamw", with which one rate serves both.
 
         Raises:
             ConfigError: a setting of the trainer contradicts this library.
         """
-        self._plan, self._wrap = plan, wrap
+        self._plan, self._wrap, self._muon = plan, wrap, muon
         super().__init__(*args, **kwargs)
+        if muon is not None and self.optimizer is not None:
+            raise ConfigError("muon= with optimizers=: the trainer has its optimizers already; leave one of them out")
         if routers is not None and self.model_init is not None:
             raise ConfigError("routers= with model_init=: train() makes a new model, whose routers nobody counts")
         for callback in self.callback_handler.callbacks:
@@ -144,6 +153,25 @@ class ElixirMixin(_Trainer):
                 self.label_smoother: Any = partial(self._smoothed, smoother)
             if self.model is not None:
                 self._fused(self.model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; several that are assigned, as in ``(muon, adamw)``, become one. Raises ConfigError."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
+        self._optimizer = None if given is None else join(given)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Creates the optimizer of the trainer's settings, and in addition Muon if that is asked for."""
+        given = self.optimizer
+        super().create_optimizer(model)
+        assert self.optimizer is not None
+        if given is None and self._muon is not None:
+            trained = self.model if model is None else model
+            self.optimizer = divided(self.optimizer, trained, self.args.learning_rate, self._muon)
+        return self.optimizer
 
     @property
     def _step_callbacks(self) -> list[StepCallback]:

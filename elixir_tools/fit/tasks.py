@@ -4,7 +4,6 @@ Owns the construction of the model without data, on ranks that do not exist, and
 """
 
 import argparse
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,8 @@ from elixir_moe import init_mesh, quantize
 from elixir_moe.errors import ConfigError
 from elixir_moe.ext.hardware import Hardware
 from elixir_moe.ext.hf import config_in, scheme_of, shipped_patterns
-from elixir_moe.ext.planner import Profile, Task, check_adapted_bytes, has_narrow_state, trace
+from elixir_moe.ext.optimizers import matrices_of_layers
+from elixir_moe.ext.planner import Profile, Task, check_adapted_bytes, trace
 from elixir_moe.ext.plans import Precision, size_bytes, size_text
 from elixir_moe.ext.ranks import fake_store
 from elixir_tools import names
@@ -193,12 +193,14 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
 
 
 def _by_muon(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The matrices of repeated blocks, experts' among them: those that the page on Muon gives to it."""
-    return {
-        parameter: "Muon"
-        for name, parameter in model.named_parameters()
-        if has_narrow_state(name, parameter.shape, None) and not re.search(r"bias$|\bb_\w+$", name)
-    }
+    """The parameters that Muon trains. Raises ConfigError if there are none."""
+    found = matrices_of_layers(model)
+    if not found:
+        raise ConfigError(
+            "--optimizer muon: none of the trained parameters is a matrix of a layer or an expert (adapters are "
+            "adamw's): leave it out"
+        )
+    return dict.fromkeys(found.values(), "Muon")
 
 
 def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile) -> Task:

@@ -78,6 +78,37 @@ def test_some_of_the_parameters_are_clipped(ranks: Ranks, world: int) -> None:
         torch.testing.assert_close(weights, values, rtol=1e-5, atol=1e-6)
 
 
+def two(ours: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """(rank) The weights that Muon and SGD train, and their rates, which one scheduler changes."""
+    from elixir_moe.hf.accelerate import ElixirAccelerator
+
+    with launched():
+        model = parts()[0]
+        muon = torch.optim.Muon([model[0].weight, model[2].weight], lr=0.1)
+        sgd = torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1)
+        accelerator: Any = ElixirAccelerator(cpu=True)
+        optimizers: Any = (muon, sgd)
+        if ours:
+            model, *optimizers = accelerator.prepare(model, (muon, sgd))
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+        for step in range(3):
+            loss = (model(batch(step)) ** 2).sum()
+            accelerator.backward(loss) if ours else loss.backward()
+            for each in (*optimizers, *schedules):
+                each.step()
+            model.zero_grad()
+        values = em.full_state_dict(model) if ours else model.state_dict()
+        rates = [group["lr"] for each in optimizers for group in each.param_groups]
+        if ours:
+            optimizers[0].optimizer.close()
+    return values, rates
+
+
+def test_two_optimizers_are_one_argument(ranks: Ranks) -> None:
+    (wanted,), (found,) = ranks(1).run(two, False), ranks(1).run(two, True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def early(folder: str, on: bool) -> tuple[int, list[dict[str, torch.Tensor]]]:
     """(rank) How many updates began in backward; the weights behind each step of two micro-batches, then resumed."""
     from elixir_moe.hf.accelerate import ElixirAccelerator
