@@ -4,6 +4,7 @@ Owns the added arguments and the parser, whose errors are typed. TRL's dataclass
 defaults and their checks. Needs the package `trl`.
 """
 
+import ast
 import dataclasses
 import shlex
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ LORA_DROPOUT = ModelConfig().lora_dropout
 """The default dropout of adapters of all commands but `sft`. It is 0 where parameters have adapters, since peft refuses
 any there."""
 PLAN_PREFIX, WATCH_PREFIX = "plan_", "supervise_"
+MUON = "muon"
+"""The value of ``--optim`` that transformers does not know."""
 _LEAST_BYTES = 1000
 """Bytes below which nobody means a size: the unit is missing."""
 
@@ -114,13 +117,31 @@ class Arguments:
     """The step that is profiled; None: none."""
     tile: int | None
     """Bytes of the largest parameter in the dtype of the step; None: none is cut."""
+    muon: dict[str, Any] | None
+    """Options of Muon for the matrices of layers; None: one optimizer trains all."""
 
 
 class _Parser(TrlParser):  # type: ignore[misc]
-    """TRL's parser, which raises ConfigError where it would print its usage of several hundred lines."""
+    """TRL's parser, which raises ConfigError where it would print its usage of several hundred lines.
+
+    It knows ``--optim muon``, which transformers does not: the config keeps its default, for what Muon does not train.
+    """
+
+    of_the_rest: Any = None
+    """The optimizer of what Muon does not train."""
+    by_muon: bool = False
+    """Whether the words that were parsed last ask for Muon."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses words as argparse does, and notes whether they ask for Muon."""
+        found, rest = super().parse_known_args(*args, **kwargs)
+        self.by_muon = found.optim == MUON
+        if self.by_muon:
+            found.optim = self.of_the_rest
+        return found, rest
 
 
 def parser_of(kind: str) -> Any:
@@ -129,6 +150,10 @@ def parser_of(kind: str) -> Any:
     script = GRPOScriptArguments if kind == "grpo" else ScriptArguments
     classes: Any = (Added, script, config, ModelConfig, DatasetMixtureConfig)
     parser: Any = _Parser(classes, prog=f"elixir-moe {kind}", allow_abbrev=False)
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices, parser.of_the_rest = [MUON, *optim.choices], optim.default
+    optim.help += " muon: Muon for the matrices of layers and experts, the default for all else; --optim_args has its "
+    optim.help += "options, as in momentum=0.9,ns_dtype=fp32."
     parser.set_defaults(lora_dropout=SFT["lora_dropout"] if kind == "sft" else None)  # `parse` chooses those of None
     if kind == "sft":
         parser.set_defaults(learning_rate=None)
@@ -177,6 +202,7 @@ def parse(kind: str, words: Sequence[str]) -> Arguments:
         watch=watch,
         profile_step=added.profile_step,
         tile=size_bytes("--tile", added.tile, least=_LEAST_BYTES),
+        muon=_muon(training, model) if parser.by_muon else None,
     )
 
 
@@ -206,6 +232,28 @@ def _refuse(training: Any, model: Any) -> None:
     }.items():
         if why:
             raise ConfigError(f"{asked} is not served under a plan: {why}")
+
+
+def _muon(training: Any, model: Any) -> dict[str, Any]:
+    """The options of Muon in ``--optim_args``, as in ``momentum=0.9,ns_dtype=fp32``. Raises ConfigError."""
+    if model.use_peft:
+        raise ConfigError(
+            "--optim muon trains the matrices of layers, which --use_peft freezes: leave one of them out; adapters are "
+            "trained by the default of --optim"
+        )
+    words, training.optim_args = training.optim_args, None
+    pairs = [word.partition("=") for word in (words or "").replace(" ", "").split(",") if word]
+    if wrong := [name for name, equals, value in pairs if not equals or not value]:
+        raise ConfigError(f"--optim_args {words}: expected NAME=VALUE, separated by commas, got {wrong[0]!r}")
+    return {name: _value(text) for name, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value from its text; another text as it is."""
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

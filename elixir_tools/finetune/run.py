@@ -139,6 +139,7 @@ def finetune(given: Arguments, callbacks: Sequence[TrainerCallback] = ()) -> Any
             processing_class=tokenizer,
             plan=plan,
             wrap={} if _is_whole(given) else {"weights": folder},
+            muon=given.muon,
             callbacks=list(callbacks),
             **more,
         )

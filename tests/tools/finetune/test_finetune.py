@@ -367,6 +367,41 @@ def test_the_command_that_plan_prints_trains_what_was_priced(
     assert len(ranks(world).run(by_command, "sft", words, tmp_path / "out")[0]) == 1
 
 
+def test_muon_trains_the_matrices_of_layers(ranks: Ranks, tmp_path: Path) -> None:
+    """Without a rate of its own they stay as they are, and the rest is trained."""
+    words = [*folder_of(tmp_path, "sft", "Qwen3Moe"), *in_words(1), "--plan", "zero3", "--optim", "muon"]
+    ranks(1).run(by_command, "sft", [*words, "--optim_args", "lr=0,ns_dtype=fp32"], tmp_path / "still")
+    ranks(1).run(by_command, "sft", words, tmp_path / "moved")
+    before, still, moved = saved(tmp_path / "model"), saved(tmp_path / "still"), saved(tmp_path / "moved")
+    assert before.keys() == still.keys() == moved.keys()
+    for name, value in before.items():
+        matrix = "proj" in name
+        assert torch.equal(still[name], value) is matrix, name
+        assert not torch.equal(moved[name], value), name
+        if matrix:  # of a step of match_rms_adamw, 0.2 of the rate for each element; three steps, of a falling rate
+            change = (moved[name] - value).square().mean().sqrt() / SETTINGS["learning_rate"]
+            assert 0.1 < change < 0.5, name
+
+
+def test_words_about_muon() -> None:
+    from elixir_tools.finetune.arguments import parse
+
+    def words(*more: str) -> list[str]:
+        return ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", *more]
+
+    options = "momentum=0.9, nesterov=false, eps=1e-7, ns_dtype=fp32"
+    given = parse("sft", words("--optim", "muon", "--optim_args", options))
+    assert given.muon == {"momentum": 0.9, "nesterov": False, "eps": 1e-7, "ns_dtype": "fp32"}
+    assert given.training.optim == parse("sft", words()).training.optim and given.training.optim_args is None
+    assert parse("sft", words("--optim", "sgd", "--optim_args", "a=b")).muon is None
+    for wrong, message in {
+        ("--use_peft",): "which --use_peft freezes: leave one of them out",
+        ("--optim_args", "momentum"): "--optim_args momentum: expected NAME=VALUE",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse("sft", words("--optim", "muon", *wrong))
+
+
 def test_a_router_that_peft_takes_for_a_linear_layer_is_refused() -> None:
     """peft would add its product to the tuple that such a router returns: a raw error in the first step."""
     import transformers
