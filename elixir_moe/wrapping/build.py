@@ -123,4 +123,4 @@ def _update_buffer(request: Request, chunks: Sequence[Chunk]) -> torch.Tensor | 
     with allocation(nbytes, "the updates of matrices on disk", Tier.HOST):
         if is_accelerator(request.device):
             return locked_zeros(nbytes, host_threads(request.device))
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
