@@ -194,15 +194,18 @@ def _narrowed(p: nn.Parameter, spec: ParamSpec, precision: Precision) -> ChunkGr
 
 def _check_matrices(p: nn.Parameter, spec: ParamSpec, pattern: Pattern, optimizer: str) -> None:
     """Raises ConfigError unless the ranks' slices of a parameter can be joined to whole matrices."""
-    cut = None
-    if tile_of(p) is not None and len(spec.shape) == 2:
-        cut = "a tile of a matrix"
+    cut, otherwise = None, ""
+    if (tile := tile_of(p)) is not None and len(spec.shape) == 2:
+        cut, otherwise = (
+            "a tile of a matrix",
+            f", or give em.tile an at_most of {tile.rows * p[0].nbytes} bytes or more",
+        )
     elif pattern.view is not None and any(pattern.mesh.size(axis) > 1 for axis, _ in pattern.shard):
         cut = f"cut over the axes {[axis for axis, _ in pattern.shard]} in several groups of rows"
     if cut is not None:
         raise ConfigError(
             f"parameter {spec.name!r} is {cut}, and {optimizer} updates whole matrices: train it with an elementwise "
-            f"optimizer instead, as in em.wrap(model, (muon, adamw), plan=...)"
+            f"optimizer instead, as in em.wrap(model, (muon, adamw), plan=...){otherwise}"
         )
 
 

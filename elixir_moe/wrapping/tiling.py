@@ -11,7 +11,7 @@ Source: ZeRO-Infinity, 5.1.3 (memory-centric tiling).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from copy import copy
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,7 @@ from elixir_moe.hf.fused_experts import (
 from elixir_moe.hf.peft import reads_weight
 from elixir_moe.kernels import CODE_BLOCK
 from elixir_moe.moe.experts import GroupedExperts, Groups
+from elixir_moe.optim.joined import trained_whole
 from elixir_moe.parallel.dtensor import is_dtensor
 from elixir_moe.parallel.regather import RegatherLinear, mark_saves_no_weights
 from elixir_moe.parallel.rules import UNCUT, pattern_of
@@ -86,10 +87,13 @@ def tile(model: nn.Module, *, at_most: int | str) -> nn.Module:
     return model
 
 
-def _tile(model: nn.Module, most: int) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """Does the work of `tile`; returns the tiles of each parameter that has some."""
+def _tile(
+    model: nn.Module, most: int, whole: Set[nn.Parameter] = frozenset()
+) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Does the work of `tile`, but for modules with a parameter in `whole`; returns the tiles of each parameter that
+    has some."""
     run_adapters_unmerged(model)
-    bounds = _bounds(model, most)
+    bounds = _bounds(model, most, whole)
     for module in filter(is_fused_experts, bounds):
         become_fused(module)
     tiles: dict[tuple[nn.Parameter, int], nn.Parameter] = {}
@@ -110,18 +114,20 @@ def tile_to_fit(
 ) -> None:
     """Tiles the model if a single parameter and its gradient would need more than `room` bytes of a device.
 
-    The tiles take their parameters' places in the optimizer. What cannot be tiled stays as it is.
+    The tiles take their parameters' places in the optimizer. What cannot be tiled stays as it is, and so do matrices
+    that are updated as a whole.
     """
+    whole = {parameter for parameter in trained_whole(optimizer) if parameter.dim() == 2}
 
     def needs(parameter: nn.Parameter) -> int:
         narrow = compute_dtype is not None and parameter.is_floating_point()
         itemsize = compute_dtype.itemsize if narrow and compute_dtype is not None else parameter.itemsize
         return parameter.numel() * itemsize * (1 + parameter.requires_grad)
 
-    if max(map(needs, model.parameters()), default=0) <= room:
+    if max((needs(parameter) for parameter in model.parameters() if parameter not in whole), default=0) <= room:
         return
     try:
-        made = _tile(model, room // _TILES_IN_ROOM)
+        made = _tile(model, room // _TILES_IN_ROOM, whole)
     except ConfigError:  # the search refuses the whole parameter, and says how many bytes are missing
         return
     names = {p: name for name, p in model.named_parameters()}
@@ -246,8 +252,11 @@ _KINDS: Mapping[type[nn.Module], Any] = {
 }
 
 
-def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
-    """{module: the rows at which its tiles begin, and their number}. Raises ConfigError with all problems."""
+def _bounds(model: nn.Module, most: int, whole: Set[nn.Parameter]) -> dict[nn.Module, list[int]]:
+    """{module: the rows at which its tiles begin, and their number}, for modules without a parameter in `whole`.
+
+    Raises ConfigError with all problems.
+    """
     names = {p: name for name, p in model.named_parameters()}
     users: dict[nn.Parameter, dict[str, nn.Module]] = {}
     found: dict[nn.Module, list[int]] = {}
@@ -257,7 +266,7 @@ def _bounds(model: nn.Module, most: int) -> dict[nn.Module, list[int]]:
         for p in own:
             users.setdefault(p, {})[name] = module
         large = max(own, key=lambda p: p.nbytes, default=None)
-        if large is None or large.nbytes <= most:
+        if large is None or large.nbytes <= most or not whole.isdisjoint(own):
             continue
         if (problem := _refusal(model, name, module)) is not None:
             problems.append(problem)

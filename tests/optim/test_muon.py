@@ -931,8 +931,39 @@ def test_matrices_that_cannot_be_joined_are_refused_before_weights_move(case: st
 def test_tiles_of_a_matrix_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     em.tile(model, at_most=4096)
-    with pytest.raises(ConfigError, match="is a tile of a matrix, and Muon updates whole matrices: train it with"):
+    said = r"is a tile of a matrix, and Muon updates whole matrices: train it with .*, or .* at_most of 16384 bytes"
+    with pytest.raises(ConfigError, match=said):
         em.wrap(model, torch.optim.Muon(model.parameters()), plan=em.Plan.zero3())
+
+
+def test_the_search_tiles_what_muon_does_not_train() -> None:
+    """The embedding is too large for the budget; the matrices are larger than its tiles."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Embedding(4096, 32), nn.Linear(32, 512, bias=False), nn.Linear(512, 32, bias=False))
+    twin = deepcopy(model)
+    samples = [torch.randint(4096, (4, 8)) for _ in range(STEPS)]
+
+    def both(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        muon = torch.optim.Muon([model[1].weight, model[2].weight], lr=0.02)
+        return muon, torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    plan = em.Plan.auto(loss, samples[0], hardware=MACHINE, budget=700_000)
+    model, optimizer = em.wrap(model, both(model), plan=plan)
+    assert len(list(model[0].children())) > 1 and type(model[1]) is nn.Linear
+    for x in samples:
+        loss(model, x).backward()
+        optimizer.step()
+    plainly = both(twin)
+    for x in samples:
+        loss(twin, x).backward()
+        for one in plainly:
+            one.step()
+            one.zero_grad()
+    assert same_tensors(em.full_state_dict(model), twin.state_dict())
+    optimizer.close()
 
 
 @pytest.mark.parametrize("plan", ["ddp", "zero3", "offload"])
