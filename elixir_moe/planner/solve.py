@@ -9,9 +9,9 @@ Sources: Elixir v2, A.2 (chunk length by the bytes replaced), A.3 (least rCache)
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -540,22 +540,27 @@ class _Held:
         return math.inf if self.cached * self.block_bytes <= left else left // self.block_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stepped:
     """A simulated step."""
 
     one: Schedule
     """The requests of one micro-batch."""
-    two: Schedule
-    """Requests of two that pass together; of one in the plain loop."""
-    least: int
-    """The fewest blocks that it needs."""
-    open_gradients: int
-    """The most gradients that have blocks at once."""
+    replay_two: Callable[[], Schedule]
+    """Returns the requests of two that pass together; of one in the plain loop."""
     units: Sequence[UnitSpec | None]
     """The unit of each module."""
     moved: int
     """Units whose chunks are gathered together."""
+
+    @cached_property
+    def two(self) -> Schedule:
+        """The result of `replay_two`."""
+        return self.replay_two()
+
+    def runs_in(self, blocks: int) -> bool:
+        """Whether so many blocks suffice. Two micro-batches hold at least what one does."""
+        return self.one.least_blocks() <= blocks and self.two.least_blocks() <= blocks
 
 
 class _Packing:
@@ -569,7 +574,7 @@ class _Packing:
         self.layout = build_layout(task.profile.params, chunk_numel, whole_layers=whole_layers)
         away = None if bound else self._stepped(self.layout)
         if away is not None:
-            self.layout = replace(self.layout, open_gradients=away.open_gradients)
+            self.layout = replace(self.layout, open_gradients=away.two.open_gradients())
         self.in_memory = cache(self._by_device_chunks)
         """Returns the memory for each number of chunks on the device, from none to all, without chunks on disk; with
         values on the device or without."""
@@ -613,8 +618,8 @@ class _Packing:
         params = {slot.param for chunk in layout.cached for slot in chunk.slots}
         alike = of is not None and units_with(units, params) == units_with(of.units, params)
         one = of.one.of_chunks(left) if of is not None and alike else profile.schedule(layout)
-        two = profile.step_order.schedule(layout, 2) if self._task.together > 1 else one
-        return _Stepped(one, two, two.least_blocks(), two.open_gradients(), units, units_moved(units, layout))
+        two = partial(profile.step_order.schedule, layout, 2) if self._task.together > 1 else lambda: one
+        return _Stepped(one, two, units, units_moved(units, layout))
 
     def step(self, device_chunks: int) -> "_Stepped":
         """A step with `device_chunks` chunks on the device."""
@@ -737,14 +742,14 @@ class _LengthSearch:
                 return fits[winner]
 
     def _grid(self) -> list[int]:
-        least, most = self._packing.step(len(self._layout.chunks)).least, self._layout.most_blocks
+        least, most = self._packing.step(len(self._layout.chunks)).two.least_blocks(), self._layout.most_blocks
         if most - least < _DENSE:
             return list(range(least, most + 1))
         return sorted({least + (most - least) * i // 16 for i in range(17)})
 
     def fullest(self) -> Iterator[PlanCandidate]:
         """Yields plans with more and more blocks, each with as many chunks on the device as fit."""
-        least, most = self._packing.step(len(self._layout.chunks)).least, self._layout.most_blocks
+        least, most = self._packing.step(len(self._layout.chunks)).two.least_blocks(), self._layout.most_blocks
         steps = sorted({0, 1, *(n << power for power in range(most.bit_length()) for n in (2, 3))})
         for blocks in (least + more for more in steps if least + more <= most):
             self._at(blocks, None)
@@ -767,7 +772,7 @@ class _LengthSearch:
             return
         self._found[blocks] = None
         fits = [count for count, most in enumerate(self._most_blocks) if blocks <= most]
-        count = next((count for count in reversed(fits) if self._packing.step(count).least <= blocks), None)
+        count = next((count for count in reversed(fits) if self._packing.step(count).runs_in(blocks)), None)
         if count is None:
             return
         step, held = self._packing.step(count), self._held(count)
@@ -784,7 +789,7 @@ class _LengthSearch:
                 chunk_numel=self._packing.chunk_numel,
             )
         plan = replace(plan, host_checkpoints=self._task.kept_regions, whole_layers=self._layout.whole_layers)
-        layout = replace(plan.place(self._layout), open_gradients=step.open_gradients)
+        layout = replace(plan.place(self._layout), open_gradients=step.two.open_gradients())
         if self._task.together > 1 and not plan.gathers_again(layout):
             return  # em.accumulate then runs the plain loop
         priced = partial(price, self._task, plan, layout, size=self._task.footprint(plan, layout), units=step.moved)
@@ -801,9 +806,9 @@ class _LengthSearch:
             if self._packing.bound:
                 yield held.missing(self._task, 1)
                 continue
-            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0).least)
+            missing = held.missing(self._task, self._packing.step(chunks if count == chunks else 0).two.least_blocks())
             if missing[Tier.DEVICE] > 0 >= held.missing(self._task, 1)[Tier.DEVICE]:
-                missing = held.missing(self._task, self._packing.step(count).least)  # if some are in place
+                missing = held.missing(self._task, self._packing.step(count).two.least_blocks())  # if some are in place
             yield missing
 
     def least_device_bytes(self) -> int:
