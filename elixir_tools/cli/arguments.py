@@ -243,6 +243,20 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--moments", type=short_dtype, choices=get_args(Moments), default="fp32", help="how Adam's moments are kept"
     )
+    verb.add_argument(
+        "--reduce-dtype",
+        type=short_dtype,
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of gradients that are summed over ranks: by default fp32, or --dtype",
+    )
+    verb.add_argument(
+        "--chunk-numel",
+        type=_count,
+        nargs="+",
+        metavar="N",
+        help="behind MODEL: elements of a chunk, as 64M; or the fewest and the most to try, as 16M 256M",
+    )
     verb.add_argument("--quick", action="store_true", help="by formulas, in seconds: no trace and no search")
     verb.add_argument("--details", action="store_true", help="also show the plan's chunks, rCache, tiers and seconds")
     verb.add_argument(

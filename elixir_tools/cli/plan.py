@@ -118,6 +118,9 @@ def _searched(known: argparse.Namespace, hardware: Hardware, mesh: DeviceMesh | 
         return made
 
     found = fastest(task)
+    if found.choice is not None and known.reduce_dtype != "fp32":
+        plan = replace(found.choice.plan, reduce_dtype=DTYPES[known.reduce_dtype])
+        found = replace(found, choice=replace(found.choice, plan=plan))
     return Asked(known=known, given=models[found.tiles], found=found)
 
 
@@ -178,6 +181,15 @@ def _check_sizes(known: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {value}: --largest {name} finds it, leave it out")
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    if known.chunk_numel is not None and not (
+        1 <= len(known.chunk_numel) <= 2 and 1 <= known.chunk_numel[0] <= known.chunk_numel[-1]
+    ):
+        given = " ".join(map(str, known.chunk_numel))
+        raise ConfigError(f"--chunk-numel {given}: expected one length, or the shortest and the longest, of 1 or more")
+    if known.reduce_dtype not in ("fp32", known.dtype):
+        raise ConfigError(
+            f"--reduce-dtype {known.reduce_dtype}: gradients are summed in fp32, or in the {known.dtype} of --dtype"
+        )
     if known.quick and known.batches_per_pass is None:
         raise ConfigError("--quick has formulas for a given number: give it instead of --batches-per-pass auto")
     if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:

@@ -181,7 +181,12 @@ def sft_words(
     known: argparse.Namespace, given: Planned, task: Task, *, tiles: str | None, disk: bool
 ) -> list[str] | None:
     """The `elixir-moe sft` of what was asked, which searches again; None if it has no setting for a part of it."""
-    unlike = known.freeze is not None or known.optimizer != "adamw" or known.dtype == "fp16" or known.loss == "whole"
+    unlike = (
+        known.freeze is not None
+        or known.optimizer not in ("adamw", "muon")
+        or known.dtype == "fp16"
+        or known.loss == "whole"
+    )
     if named(known).config is None or unlike or task.gpus > task.hardware.gpus_per_node:
         return None
     if not hasattr(given.model.get_output_embeddings(), "weight"):  # type: ignore[operator]
@@ -200,8 +205,11 @@ def sft_words(
         "plan_disk": "DISK" if disk else None,
         "plan_batches_per_pass": task.together if task.together > 1 else None,
     }
-    kept = {"plan_master": known.master, "plan_moments": known.moments}
+    kept = {"plan_master": known.master, "plan_moments": known.moments, "plan_reduce_dtype": known.reduce_dtype}
     said |= {name: None if value == "fp32" else value for name, value in kept.items()}
+    said |= {"optim": "muon" if known.optimizer == "muon" else SFT["optim"]}
+    if known.chunk_numel is not None:
+        said |= {"plan_chunk_numel": ",".join(map(str, known.chunk_numel))}
     words = ["elixir-moe sft"]
     for name, value in (said | {"output_dir": "OUT"}).items():
         if name in _ALWAYS or value != SFT.get(name):

@@ -184,6 +184,7 @@ def task_of(known: argparse.Namespace, hardware: Hardware, given: Planned, batch
         given.sample,
         world=known.gpus,
         compute_dtype=DTYPES[known.dtype],
+        reduce_dtype=None if known.reduce_dtype == "fp32" else DTYPES[known.reduce_dtype],
         precision=precision,
         trained_whole=_by_muon(given.model) if known.optimizer == "muon" else None,
         tokens=batch * seq,
@@ -228,5 +229,6 @@ def machine_task(known: argparse.Namespace, hardware: Hardware, profile: Profile
         updates_in_backward=known.update_in_backward,
         imbalance=known.imbalance,
         accumulation=known.accumulation,
+        chunk_numel=None if known.chunk_numel is None else (known.chunk_numel[0], known.chunk_numel[-1]),
     )
     return task.passing(known.batches_per_pass)

@@ -47,6 +47,8 @@ def check_formulas(known: argparse.Namespace) -> None:
         f"--largest {known.largest}": known.largest is not None,
         "--compare": known.compare,
         "--optimizer muon": known.optimizer == "muon",
+        "--reduce-dtype": known.reduce_dtype != "fp32",
+        "--chunk-numel": known.chunk_numel is not None,
     }
     without = [option for option, is_given in given.items() if is_given]
     if without:

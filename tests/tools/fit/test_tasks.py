@@ -50,3 +50,18 @@ def test_a_plan_for_muon_is_smaller_slower_and_written_with_both_optimizers(caps
     assert muon["step_seconds"] > adamw["step_seconds"]
     assert "em.wrap(model, (muon, adamw), plan=" in " ".join(found["muon"]["answer"])
     assert main(["plan", "gpt2-4b", "--hardware", MACHINE, "--optimizer", "muon", "--quick"]) == 2
+
+
+def test_lengths_and_sums_that_the_user_chooses_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-4b", "--hardware", MACHINE, "--batch", "1", "--seq", "8", "--gpus", "4", "--json"]
+    found = {}
+    for given in ("", "--chunk-numel 400M", "--chunk-numel 256M 300M", "--reduce-dtype bf16"):
+        assert main([*words, *given.split()]) == 0
+        found[given] = json.loads(capsys.readouterr().out)
+    free, one, some, narrow = (each["plan"] for each in found.values())
+    assert one["chunk_numel"] == 400_000_000 and 256_000_000 <= some["chunk_numel"] <= 300_000_000
+    assert not 256_000_000 <= free["chunk_numel"] <= 300_000_000
+    assert free["reduce_dtype"] is None and narrow["reduce_dtype"] == "bfloat16"
+    assert "reduce_dtype=torch.bfloat16" in " ".join(found["--reduce-dtype bf16"]["answer"])
+    reduced = [found[given]["predicted"]["reduced_bytes"] for given in ("", "--reduce-dtype bf16")]
+    assert reduced[1] < 0.6 * reduced[0]

@@ -149,6 +149,17 @@ def test_more_than_two_gpus_of_a_desktop_are_in_a_server() -> None:
         (["--gpu", "l40s", "--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--gpu", "l40s", "--optimizer", "muon", "--quick"], "leave out --quick, or --optimizer muon"),
         (["--gpu", "l40s", "--optimizer", "muon", "--moments", "bf16"], "are for adam and adamw, not for"),
+        (["--gpu", "l40s", "--lora", "--optimizer", "muon"], "--optimizer muon: none of the trained parameters is"),
+        (
+            ["--gpu", "l40s", "--full", "--chunk-numel", "2M", "1M"],
+            "--chunk-numel 2000000 1000000: expected one length",
+        ),
+        (["--gpu", "l40s", "--full", "--chunk-numel", "9"], "chunk_numel=9: parameter"),
+        (["--gpu", "l40s", "--chunk-numel", "1M", "--quick"], "leave out --quick, or --chunk-numel"),
+        (
+            ["--gpu", "l40s", "--reduce-dtype", "fp16"],
+            "--reduce-dtype fp16: gradients are summed in fp32, or in the bf16",
+        ),
         (["--hardware", "a100-80g-pcie-x4", "--gpus", "512"], "more nodes need node_bandwidth, which --gpu has"),
     ],
 )
@@ -399,6 +410,11 @@ def test_the_answer_for_people_has_80_columns(mixture: str, capsys: pytest.Captu
         f"Run: {command}",
     ):
         assert part in " ".join(told.replace("\\\n", " ").split()), part
+    more = said(capsys, *asked[1:], "--optimizer", "muon", "--reduce-dtype", "bf16", "--chunk-numel", "2M", "9M")
+    words = line(more, "By command: ")
+    assert every(
+        part in words for part in ("--optim muon", "--plan_reduce_dtype bf16", "--plan_chunk_numel 2000000,9000")
+    )
     for other in (["--optimizer", "sgd"], ["--freeze", "*norm*"]):
         found_without = said(capsys, *asked[1:], *other)
         assert not any("elixir-moe sft" in one for one in found_without["answer"]), "sft has no such setting"
