@@ -13,7 +13,7 @@ from torch import Tensor
 import elixir_moe as em
 from tests.accelerator.device import NAME
 from tests.accelerator.test_training import BF16, FP32, LATE, late_in, seeds
-from tests.optim.test_muon import DISK, PLANS, SHAPES, STEPS, Given, given_optimizers, gradient_of
+from tests.optim.test_muon import ALL_ON_DISK, DISK, PLANS, SHAPES, STEPS, Given, given_optimizers, gradient_of
 from tests.support.cases import placed, with_further
 from tests.support.every import same_tensors
 
@@ -56,7 +56,7 @@ def trains(plan: em.Plan, dtype: torch.dtype) -> None:
 
 GIVEN = {
     name: plan if name == "ddp" else replace(plan, chunk_numel=1024, rcache_blocks="all")
-    for name, plan in {**PLANS, "disk": DISK}.items()
+    for name, plan in {**PLANS, "disk": DISK, "all on disk": ALL_ON_DISK}.items()
 }
 CASES = [(world, plan, dtype, late) for world in (1, 2) for plan in GIVEN for dtype in (FP32, BF16) for late in LATE]
 QUICK = [
@@ -64,6 +64,7 @@ QUICK = [
     (2, "offload", FP32, "others"),
     (2, "offload", BF16, "compute"),
     (1, "disk", BF16, "random"),
+    (2, "all on disk", BF16, "compute"),
     (2, "ddp", FP32, "compute"),
 ]
 
