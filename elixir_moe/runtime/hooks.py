@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -126,8 +126,13 @@ class Hooks:
         scheduler: Scheduler,
         placeholder: Placeholder,
         checkpoints: HostCheckpoints | None = None,
+        callers: Iterable[nn.Module] = (),
     ) -> None:
-        """`checkpoints` takes what checkpointed regions keep, if it goes to host memory."""
+        """`checkpoints` takes what checkpointed regions keep, if it goes to host memory.
+
+        A call of one of the `callers` begins the hooks of saved tensors, too: a step may call a part of the model,
+        which then runs checkpointed regions outside of all units, or inside a larger one that nobody calls.
+        """
         self._root = model
         self._scheduler, self._writes = scheduler, scheduler.writes
         self._device = placeholder.device
@@ -171,17 +176,12 @@ class Hooks:
         """The sequence number of the first node of the next turn."""
         self._in_fp32: list[nn.Parameter] = []
         """The parameters whose gradients autograd sums in fp32 now."""
-        self._install(units, around_units=checkpoints is not None)
+        self._install(units, callers)
 
-    def _install(self, units: Mapping[Unit, nn.Module], *, around_units: bool) -> None:
-        """`around_units`: a call of a module with units in it begins the hooks of saved tensors, too.
-
-        A step may call a part of the model, which then runs checkpointed regions outside of all units.
-        """
+    def _install(self, units: Mapping[Unit, nn.Module], callers: Iterable[nn.Module]) -> None:
         for unit, module in units.items():
             self._hook(module, unit)
-        own = set(units.values())
-        for module in {self._root, *(_around(self._root, own) if around_units else ())} - own:
+        for module in {self._root, *callers}.difference(units.values()):
             self._hook(module, None)
         hooks = weakref.ref(self)
         for parameter, slot in self._slot_of.items():
@@ -695,14 +695,6 @@ def gone_since_wrap(gone: Sequence[str]) -> str:
 def _accumulated(hooks: weakref.ref[Hooks], slot: ParamId, _: nn.Parameter) -> None:
     if (alive := hooks()) is not None:
         alive.accumulated(slot)
-
-
-def _around(module: nn.Module, own: set[nn.Module]) -> set[nn.Module]:
-    """The modules that have modules of `own` in them, and are none of these."""
-    found = set().union(*(_around(child, own) for child in module.children()))
-    if module not in own and (found or not own.isdisjoint(module.children())):
-        found.add(module)
-    return found
 
 
 def _reach(hooks: weakref.ref[Hooks], unit: weakref.ref[Unit], entered: int, left: int, _: torch.Tensor) -> None:

@@ -78,6 +78,11 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(tuple(names), tuple(modules), own, tuple(specs))
 
 
+def callers_of_parts(parts: Parts) -> list[nn.Module]:
+    """The parts that have others in them."""
+    return [parts.modules[number] for number in {spec.parent for spec in parts.specs} if number is not None]
+
+
 def build_units(parts: Parts, layout: Layout) -> dict[Unit, nn.Module]:
     """The units of a packed model, whose parameters `layout` numbers as `parts` does, and their modules."""
     units = units_of(chosen_units(parts.specs, layout), layout, lambda part: f"module {parts.names[part]!r}")

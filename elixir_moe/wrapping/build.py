@@ -23,7 +23,7 @@ from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.host_checkpoints import HostCheckpoints
 from elixir_moe.runtime.peers import Peers, of_one_rank
 from elixir_moe.runtime.scheduler import Scheduler
-from elixir_moe.runtime.units import build_units
+from elixir_moe.runtime.units import build_units, callers_of_parts
 from elixir_moe.state.full import refuse_plain_state_dicts
 from elixir_moe.state.wrapped import Wrapped
 from elixir_moe.wrapping.allocate import Allocated
@@ -73,7 +73,8 @@ def _build(request: Request, resolved: Resolved, allocated: Allocated, chunks: l
     checkpoints = (
         HostCheckpoints(plan.most_host_checkpoints, request.device, streams) if plan.host_checkpoints else None
     )
-    hooks = Hooks(model, build_units(spec.parts, layout), scheduler, allocated.placeholder, checkpoints)
+    callers = callers_of_parts(spec.parts) if checkpoints is not None else ()
+    hooks = Hooks(model, build_units(spec.parts, layout), scheduler, allocated.placeholder, checkpoints, callers)
     request.undo.callback(hooks.remove)
     everyone = resolved.communicators.get(spec.ranks) if streams.asynchronous and not groups.has_stages else None
     optimizer = ShardedOptimizer(

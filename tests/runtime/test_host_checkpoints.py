@@ -155,6 +155,10 @@ class Headed(nn.Module):
         super().__init__()
         self.body, self.head = Blocks(reentrant=False), nn.Linear(WIDTH, 4)
 
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(ids))
+        return out
+
 
 def loss_by_parts(model: nn.Module, ids: Tensor) -> Tensor:
     loss: Tensor = model.head(model.body(ids)).square().mean()  # type: ignore[operator]
@@ -162,11 +166,20 @@ def loss_by_parts(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("together", [1, 3])
-def test_inputs_leave_the_device_in_a_step_that_calls_parts_of_the_model(together: int) -> None:
+@pytest.mark.parametrize(
+    ("plan", "together"),
+    [
+        (em.Plan.offload(chunk_numel=32 * WIDTH), 1),
+        (em.Plan.offload(chunk_numel=32 * WIDTH), 3),
+        (em.Plan.offload(chunk_numel=4096), 1),  # one chunk, and so one unit
+        (em.Plan.zero2(chunk_numel=4096), 1),
+        (em.Plan.ddp(), 1),
+    ],
+)
+def test_inputs_leave_the_device_in_a_step_that_calls_parts_of_the_model(plan: em.Plan, together: int) -> None:
     held = []
     for away in ("all", 0):
-        model, optimizer = wrapped(Headed(), away, em.Plan.offload(chunk_numel=32 * WIDTH))
+        model, optimizer = wrapped(Headed(), away, plan)
         if together == 1:
             loss_by_parts(model, IDS).backward()
         else:
