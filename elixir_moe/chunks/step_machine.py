@@ -149,6 +149,8 @@ class Backward:
     """The number of entry of the run of each unit that backward came to last."""
     region: int = sys.maxsize
     """The number at which forward entered the first unit of the last recomputed region."""
+    position: int = sys.maxsize
+    """The lowest number at which forward left a run that backward has reached."""
 
 
 class StepMachine:
@@ -189,11 +191,13 @@ class StepMachine:
         """The requests so far are not those of a whole forward and backward: the graph is kept, or a forward waits."""
         self.micro_batch = 0
         """The micro-batch that runs, of those whose forwards take turns; in backward, the one that is recomputed."""
-        self._past_of: dict[int, Forward] = {}
-        """By micro-batch: its part of `past`, if there are several."""
+        self._past_of: dict[int, list[Forward]] = {}
+        """By micro-batch: the forwards that are merged in `past`."""
         self._current: Forward | None = None
         self._suspended: dict[int, Forward | None] = {}
         """The running forward of each micro-batch that has had a turn; empty while they take none."""
+        self._called: set[int] = set()
+        """Micro-batches that take turns and whose present call has entered no unit yet."""
         self._arrived: dict[int, int] = {}
         """By micro-batch: the number that its next entry has got already."""
         self._incomplete: defaultdict[int, dict[ParamId, None]] = defaultdict(dict)
@@ -206,9 +210,13 @@ class StepMachine:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def begin_turns(self) -> None:
-        """Records that several micro-batches begin to take turns. All calls of a micro-batch are one forward."""
+        """Records that several micro-batches begin to take turns.
+
+        Calls of a micro-batch are one forward, up to one that begins with a unit that has run.
+        """
         self._current = None
         self._suspended.clear()
+        self._called.clear()
 
     def end_turns(self) -> None:
         """Records that the forwards of all micro-batches have ended."""
@@ -232,6 +240,8 @@ class StepMachine:
         """Records that a forward begins that is inside no other."""
         if not self._suspended:
             self._current = None
+        else:
+            self._called.add(self.micro_batch)
 
     def drop_call(self) -> None:
         """Forgets the forward that has just ended: it has failed, and gets no backward."""
@@ -276,6 +286,10 @@ class StepMachine:
         """Numbers and records the entry of forward into `unit`."""
         if (number := self._arrived.pop(self.micro_batch, 0)) == 0:
             self.clock = number = self.clock + 1
+        if self.micro_batch in self._called:
+            self._called.remove(self.micro_batch)
+            if self._current is not None and unit in self._current.entered:
+                self._current = None
         if self._current is None:
             self._current = Forward(number - 1, self.micro_batch)
             self.forwards.append(self._current)
@@ -327,14 +341,27 @@ class StepMachine:
             return None
         if not keep:
             self.forwards = [forward for forward in self.forwards if forward not in mine]
-        numbers = {forward.micro_batch for forward in mine}
-        self._past_of = {n: _merged([f for f in mine if f.micro_batch == n]) for n in numbers if len(numbers) > 1}
+        self._past_of = {n: [f for f in mine if f.micro_batch == n] for n in {f.micro_batch for f in mine}}
         return _merged(mine)
 
     def positions(self, unit: Unit) -> tuple[int, int]:
         """The numbers at which forward first entered and last left a unit that backward runs again."""
-        past = self._past_of.get(self.micro_batch, self.past)
+        past = self._run_again(unit)
         return past.entered.get(unit, 0), past.left.get(unit, sys.maxsize)
+
+    def _run_again(self, unit: Unit) -> Forward:
+        """The forward whose run of a unit backward runs again: the last one that it has not passed.
+
+        Several forwards of a model, as of two views of a batch, may await one backward, which takes the last one first.
+        """
+        if unit not in self.past.entered or self.backward is None:
+            return self.past
+        mine = (
+            self._past_of.get(self.micro_batch) if len(self._past_of) > 1 else next(iter(self._past_of.values()), None)
+        )
+        ran = [forward for forward in mine or () if unit in forward.entered]
+        ahead = [forward for forward in ran if forward.entered[unit] < self.backward.position]
+        return (ahead[-1:] or ran[:1] or [self.past])[0]
 
     def reach(self, unit: Unit, entered: int, left: int) -> None:
         """Records that backward comes to a run of `unit` that forward entered and left at these numbers."""
@@ -343,6 +370,7 @@ class StepMachine:
             return
         self.backward.reached.add((unit, left))
         self.backward.runs[unit] = entered
+        self.backward.position = min(self.backward.position, left)
         self.end_operator()
         self._pass(left, self.backward)
         self._actions.acquire(unit)
@@ -356,10 +384,10 @@ class StepMachine:
         """Acquires a unit that backward runs again, or a reader, until backward has passed it.
 
         The caller releases a unit that saves no weights. When a region starts to run again, everything that forward
-        entered later is done, or runs again with it. For a unit that ran more than once, it is unknown which run this
-        is. `with_grad`: autograd records the run.
+        entered later is done, or runs again with it. For a unit that ran more than once in one forward, it is unknown
+        which run this is. `with_grad`: autograd records the run.
         """
-        backward, past = self.backward, self._past_of.get(self.micro_batch, self.past)
+        backward, past = self.backward, self._run_again(unit)
         assert backward is not None
         entered = past.entered.get(unit, sys.maxsize if unit.is_read else 0)
         if with_grad and self.past.unrecomputed[unit]:
@@ -397,7 +425,7 @@ class StepMachine:
         if self.unpacked:
             self.end_operator()
         backward, more, owners = self.backward, self.past.unrecomputed, self._owners[slot]
-        if self._past_of:
+        if len(self._past_of) > 1:
             if backward is not None and any(more[unit] or self._runs_again(unit, backward) for unit in owners):
                 self._incomplete[slot[0]][slot] = None
                 return

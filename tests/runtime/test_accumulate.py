@@ -207,6 +207,38 @@ def test_requests_are_those_predicted(kind: str) -> None:
     optimizer.close()
 
 
+def loss_of_views(model: nn.Module, ids: Tensor) -> Tensor:
+    """The loss of a batch and of another view of it: two forwards, then one backward."""
+    return loss_of(model, ids) + loss_of(model, ids.flip(1))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_through_two_forwards_holds_the_layers_of_one(kind: str) -> None:
+    layers, most = 12, {}
+    for step in (loss_of, loss_of_views):
+        blocks = (
+            18 if kind == "reentrant" else 8
+        )  # whose gradients come by themselves, and wait for the first forward's
+        plan = em.Plan.offload(rcache_blocks=blocks, chunk_numel=CHUNK)
+        model, optimizer = wrap(Tied(kind, layers=layers), plan, step=step)
+        record = model._elixir
+        for count in (1, 2)[: 1 + (kind != "reentrant")]:
+            with rounds_asked() as rounds:
+                if count == 1:
+                    step(model, batches_of(1)[0]).backward()
+                else:
+                    em.accumulate(model, step, batches_of(count))
+            schedule = record.spec.step_order.schedule(record.layout, count)
+            assert rounds == [schedule.entries], count
+            most[step, count] = schedule.most_weights()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    assert len(set(most.values())) == 1
+    assert max(most.values()) <= 2
+
+
 def moved(name: str, count: int, dtype: torch.dtype, *, at_once: bool) -> dict[str, int]:
     """Bytes that a step moves, by tier and kind of collective, and bytes held before and after it."""
     model = Tied()

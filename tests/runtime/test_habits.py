@@ -521,6 +521,8 @@ SCENARIOS = {
     "detached-in-loss": Scenario(loss=detached_in_loss),
     "gradient-penalty": Scenario(loss=gradient_penalty),
     "two-forwards": Scenario(loss=two_forwards),
+    "two-forwards-reentrant": Scenario(Reentrant, two_forwards, more_blocks=9),  # of gradients
+    "two-forwards-non-reentrant": Scenario(NonReentrant, two_forwards),
     "forward-thrown-away": Scenario(loss=forward_thrown_away),
     "backward-twice": Scenario(backward=backward_twice),
     "evaluate-between": Scenario(backward=evaluate_between),
