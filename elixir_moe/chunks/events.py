@@ -19,6 +19,8 @@ class ModuleInfo:
     """Number of the innermost module around it, smaller than its own; None for an outermost module."""
     shared: bool = False
     """The module is inside several others."""
+    compiled: bool = False
+    """torch.compile traces the module, whose parameters it needs gathered wherever the module is called."""
     rank_dependent: bool = False
     """Ranks may use different parameters of the module: experts."""
     saves_no_weights: bool = False

@@ -35,7 +35,8 @@ def choose_units(
     A unit is the largest module whose parameters lie in a single moving chunk: any piece of it would gather all of it.
     A module with several such chunks is a unit for its own parameters only, and the modules inside it are considered in
     turn. With whole layers, a module without tiles that backward recomputes is a unit in any case: its chunks are held
-    together then. A module inside several others is never part of a larger unit.
+    together then. A module inside several others, or a compiled one, is never part of a larger unit: a step may call it
+    without that.
     """
     chunks: list[set[int]] = [{chunk_of[p] for p in module.params if p in chunk_of} for module in modules]
     params: list[list[int]] = [list(module.params) for module in modules]
@@ -48,7 +49,7 @@ def choose_units(
         if parent is not None:
             if len(chunks[parent]) < 2:
                 chunks[parent] |= chunks[number]
-            joins[parent] &= joins[number] and not modules[number].shared
+            joins[parent] &= joins[number] and not (modules[number].shared or modules[number].compiled)
             rank_dependent[parent] |= rank_dependent[number]
             saves_no_weights[parent] &= saves_no_weights[number]
             params[parent] += params[number]

@@ -65,7 +65,7 @@ def find_parts(model: nn.Module) -> Parts:
             modules.append(module)
             params = tuple(dict.fromkeys(index_of[p] for p in own))
             traits = {"rank_dependent": whole, "saves_no_weights": saves_no_weights(module), "recomputed": again}
-            specs.append(ModuleInfo(params=params, parent=parent, **traits))
+            specs.append(ModuleInfo(params=params, parent=parent, compiled=_is_compiled(module), **traits))
             parent = number_of[module]
         if not whole:
             for child_name, child in module.named_children():

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import elixir_moe as em
-from tests.runtime.test_habits import D, Layer, Net, adamw, mean_square, rows_of, sgd
+from tests.runtime.test_habits import D, Layer, Net, adamw, by_parts, mean_square, rows_of, sgd
 from tests.support.cases import with_further
 from tests.support.every import every
 from tests.support.parity import assert_alike, trained
@@ -355,6 +355,7 @@ CASES = {
     "parametrized": Case(Parametrized),
     "old-weight-norm": Case(OldWeightNorm),
     "compiled-before": Case(before=compile_blocks, plans=("small",)),
+    "compiled-and-called-by-parts": Case(before=compile_blocks, loss=by_parts, plans=("one-chunk", "ddp")),
     "compiled-wrappers": Case(before=replace_by_compiled, plans=("small",)),
     "compiled-tiles": Case(before=compile_blocks, plans=("small",), tiled=True),
     "autocast-tiles": Case(loss=autocast, optimizer=sgd, tolerance=1e-4, tiled=True),
@@ -369,6 +370,8 @@ PLANS = {
     "small": em.Plan.offload(rcache_blocks=6, chunk_numel=600),
     "offload": em.Plan.offload(rcache_blocks=7, device_chunks=2, chunk_numel=700),
     "zero3": em.Plan.zero3(chunk_numel=600),
+    "one-chunk": em.Plan.offload(chunk_numel=10_000),
+    "ddp": em.Plan.ddp(),
 }
 
 
