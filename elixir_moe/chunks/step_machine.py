@@ -533,7 +533,7 @@ class ReductionOrder:
         """No further gradient can come in this backward."""
 
     def begin(self, answer: Callable[[], Answer], awaited: Mapping[int, set[int]]) -> None:
-        """Starts a backward; nobody waits for the `answer` before a first chunk is complete.
+        """Starts a backward; it asks for the `answer` when a first chunk is complete.
 
         `awaited` has, for each chunk, the indices of its parameters whose gradients are awaited.
         """

@@ -7,8 +7,8 @@ Owns three users of a shard, and the waits for them. Never touches an array itse
     a save: reads master, moments and values        updates and writes
     additions to the gradient's sum                 whoever reads the gradient or drops it
 
-Updates and additions are futures of threads, a save is an event. Only the training thread begins an update or an
-addition, and forgets one that has ended.
+Updates and additions are futures of threads, a save is an event. The training thread begins updates, and
+autograd's threads additions; whoever has waited for one forgets it.
 """
 
 import threading

@@ -2,8 +2,9 @@
 
 Owns what the shard holds when (`Contents`), and through it every read and change of weights and gradients. A shard is
 put together from four parts: the values that a gather sends (`values`), an fp32 master, the sum of gradients
-(`gradient_sum`), and a gate for whoever uses them besides the training thread (`gate`). All four are private: other
-files call this one. Nothing here moves bytes between ranks. No property blocks; methods that block say so.
+(`gradient_sum`), and a gate for whoever uses them besides the training thread (`gate`). Other files call this one; only
+updates open a part, the master. Nothing here moves bytes between ranks. No property blocks; methods may, until an
+update, a save or an addition has ended (`gate`).
 
     chunk                      values              master         a first gradient is in   several are summed in
     frozen                     memory, or disk     -              -                        -
@@ -13,7 +14,8 @@ files call this one. Nothing here moves bytes between ranks. No property blocks;
     with `values_on_disk`      disk                disk           the sum                  disk
     with `values_on_device`    memory, and a copy  as without it, and so is the rest
 
-That a gradient takes the values' place saves its memory (v2, 4.1). If the values are needed before the update, they are
+The sum's memory stays once it is there, and then even a single gradient goes to it. That a gradient takes the values'
+place saves its memory (v2, 4.1). If the values are needed before the update, they are
 cast from the master again. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
 """
 
@@ -59,9 +61,9 @@ class Contents(Enum):
     GRADIENT = "gradient"
     """The reduced gradient, in the values' place."""
     SUM = "values, and a sum of gradients"
-    """The values; the gradient is in the sum."""
+    """The values; the gradient is in the sum, or on its way to it while the gate has an addition."""
     STALE_SUM = "stale, and a sum of gradients"
-    """Nothing of use; the gradient is in the sum."""
+    """Nothing of use; the gradient is as in SUM."""
 
 
 VALUES, STALE, GRADIENT, SUM, STALE_SUM = Contents

@@ -1,8 +1,8 @@
 """The decisions of all ranks before an update: the gradient norm, whether it is finite, and which gradients exist.
 
-Owns the one small all-reduce of a step (and one more between pipeline stages), the clipping and the loss scale. Never
-changes a weight. The all-reduce also detects ranks that are at different steps, clip differently or have different
-options, by the bits of a number or a checksum.
+Owns the one small all-reduce of a step, the clipping and the loss scale. Pipeline stages, clipping of some parameters
+and clipping by value take one more. Never changes a weight. The all-reduce also detects ranks that are at different
+steps, clip differently or have different options, by the bits of a number or a checksum.
 """
 
 import math

@@ -243,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._phase.write("optimizer.step()")
         self._decision.note_options()
         if not overflow:
-            self._scheduler.gathers.drop()  # weights left gathered by an interrupted update would be stale
+            self._scheduler.gathers.drop()  # what backward left gathered would be stale
             self._scheduler.reductions.drain()  # gathers after the clipping may still read the shards
             changed = [p for chunk in self._in_order_of_use() for p in self._update_chunk(chunk, facts, skip)]
             for update in self._updates:

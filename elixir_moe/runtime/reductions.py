@@ -5,9 +5,10 @@ updates (`optim`).
 
     gradient  ->  cache.acquire  ->  copied to a block  ->  reduce  ->  shard
 
-On NCCL the shard gets the gradient when the reduction is issued, on gloo when it is waited for. The block is released
-when the reduction is issued, and filled again when it has ended. The step machine keeps the order, on which all ranks
-agree once a backward (`peers`). A step's update waits for all reductions, an early one (`optim.early`) for its chunk's.
+On NCCL the shard is given the gradient when the reduction is issued, on gloo when it is waited for. The block is
+released when the reduction is issued, and filled again when it has ended. The step machine keeps the order, on which
+all ranks agree once a backward (`peers`). A step's update waits for all reductions, an early one (`optim.early`) for
+its chunk's.
 """
 
 from collections import deque
@@ -86,8 +87,8 @@ class Reductions:
     def add_gradient(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """Takes the gradient of parameter `position` of chunk `index`, of the parameter's shape.
 
-        Small ones that follow the first stay as autograd made them until a large one comes, or the reduction. Then they
-        are copied together.
+        Small ones that follow the first stay as autograd made them until a large one comes, many have come, or the
+        reduction. Then they are copied together.
         """
         gradients = self._gradients[index]
         if index in self._phase.early:

@@ -7,8 +7,8 @@ last step, most often one; the other streams have a higher priority. On a CPU ev
     fetch     shard-to-block copies                   the block's last use (`Block`),   gather, compute, the host
                                                       the shard's last reduction        before it writes shards
     gather    all-gathers, in the block               all earlier fetches               compute
-    reduce    reductions, and block-to-shard copies   compute                           fetch of the block or the shard,
-                                                                                        the update
+    reduce    reductions, and block-to-shard copies   compute; fetch, when a step ends  fetch of the block or the shard,
+                                                                                        the update, the thread of sums
     keep      activation checkpoints to host memory   compute                           compute
               and back
 
@@ -140,7 +140,7 @@ class Streams:
         return recorded_event(self._device, blocking=True).synchronize
 
     def fetch_after_compute(self) -> None:
-        """Orders later fetches behind all compute issued so far, and what is freed on the streams of both transfers."""
+        """Orders `fetch` and `reduce` behind all compute issued so far, which may use what is freed on them later."""
         if self._fetch is not None and self._reduce is not None:
             for stream in self._compute:
                 self._fetch.wait_stream(stream)
