@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, overload
 
 from elixir_moe.chunks.cache_policy import Schedule, gathers
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
@@ -28,6 +28,8 @@ from elixir_moe.chunks.packing import (
 )
 from elixir_moe.chunks.param_spec import WIDE, ParamSpec, group_parameters
 from elixir_moe.chunks.plan import Plan, Tier, size_text, size_text_up
+from elixir_moe.chunks.replay import StepOrder
+from elixir_moe.chunks.residence import Residence
 from elixir_moe.chunks.resolve import Placement
 from elixir_moe.chunks.units import UnitSpec, chosen_units, units_moved, units_with
 from elixir_moe.errors import PlanError
@@ -275,7 +277,8 @@ def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidat
     """Returns the fastest plan once stalls and hidden updates count, without which `best` was found.
 
     A block may hide more than a chunk on the device saves: it lets fetches run further ahead of compute. Plans are
-    tried in the order of what they take at least, without stalls and with all updates in host memory hidden.
+    tried in the order of what they take at least, without stalls and with all updates in host memory hidden; before
+    them, of each packing the plan with the most blocks. A plan is not played further than the fastest one takes.
     """
     best = with_stall(best)
     if not best.seconds.stall and not best.seconds.hidden_update:
@@ -290,12 +293,27 @@ def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidat
         for search in _searches(task, packing)
         if search.values_on_disk == plan.values_on_disk
     ]
-    others = [other for search in searches for other in search.fullest()]
-    for other in sorted((min(other, with_sharing(other), key=_rank) for other in others), key=_least_seconds):
-        if _least_seconds(other) >= best.seconds.step:
-            break
-        best = min(best, with_stall(other), key=_rank)
+    of_searches = [[min(other, with_sharing(other), key=_rank) for other in search.fullest()] for search in searches]
+    others = sorted((other for found in of_searches for other in found), key=_least_seconds)
+    timed = Timed(task.profile.step_order)
+    for other in [*(found[-1] for found in of_searches if found), *others]:
+        if _least_seconds(other) < best.seconds.step and other.plan != best.plan:
+            best = min(best, with_stall(other, best.seconds.step, timed) or best, key=_rank)
     return best
+
+
+class Timed:
+    """`StepOrder.timed`, which is not repeated while of a packing the same chunks are used in place."""
+
+    def __init__(self, step_order: StepOrder) -> None:
+        self._step_order = step_order
+        self._last: dict[tuple[int, bool], tuple[tuple[Residence, ...], tuple[Schedule, list[int]]]] = {}
+
+    def __call__(self, layout: Layout) -> tuple[Schedule, list[int]]:
+        packing, residences = (layout.chunk_numel, layout.whole_layers), tuple(c.residence for c in layout.chunks)
+        if packing not in self._last or self._last[packing][0] != residences:
+            self._last[packing] = residences, self._step_order.timed(layout)
+        return self._last[packing][1]
 
 
 def _least_seconds(candidate: PlanCandidate) -> float:
@@ -313,31 +331,49 @@ def _apart(lengths: Sequence[int]) -> Iterator[int]:
             yield length
 
 
-def with_stall(candidate: PlanCandidate) -> PlanCandidate:
+@overload
+def with_stall(candidate: PlanCandidate) -> PlanCandidate: ...
+
+
+@overload
+def with_stall(candidate: PlanCandidate, most: float, timed: "Timed") -> PlanCandidate | None: ...
+
+
+def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed | None" = None) -> PlanCandidate | None:
     """Returns the candidate with the stall of its step and the updates that the next forward hides.
 
-    Unchanged if the compute between its requests is unknown.
+    Unchanged if the compute between its requests is unknown; None if its step is found to
+    take more than `most` seconds, beyond which it is not played.
     """
     task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
     profile, plan, backwards = task.profile, candidate.plan, task.passes
     if not profile.work or not seconds.fetch:
         return candidate
-    schedule, positions = profile.step_order.timed(layout)
+    schedule, positions = (timed or profile.step_order.timed)(layout)
     near = cost.near_chunks(plan, layout)
     played = min(backwards, _STEADY_BACKWARD)
     each = cost.compute_seconds(profile, positions, task.hardware, (seconds.compute + seconds.units) / backwards)
     fetches = cost.fetch_seconds(plan, layout, task.hardware, task.gpus)
     elapsed = partial(elapsed_seconds, schedule, each, fetches, plan.blocks(layout), near=near)
-    updated = elapsed(played)
+    overlaps = task.overlaps_updates and seconds.host_update > 0
+    spare = most - _least_seconds(candidate)  # for stalls and updates that are not hidden
+    share = 1.0 if near else played / backwards
+    updated = elapsed(played, most=(seconds.overlapped + spare) * share)
+    if updated == math.inf:
+        return None
     if near and backwards > played:  # only the first backward fetches what is near
         whole = updated + (backwards - played) * (updated - elapsed(played - 1))
     else:
         whole = updated * backwards / played
     stall, hidden = whole - seconds.overlapped, 0.0
-    if task.overlaps_updates and seconds.host_update:
+    if overlaps:
         requested = (chunk for entry in schedule.entries for chunk in entry.chunks)
         updates = cost.update_seconds(plan, layout, requested, seconds.host_update)
-        overlapped = elapsed(played, updates, in_backward=task.updates_in_backward)
+        spare -= max(stall, 0.0)
+        shown = updated + spare if spare < seconds.host_update else math.inf
+        overlapped = elapsed(played, updates, in_backward=task.updates_in_backward, most=shown)
+        if overlapped == math.inf:
+            return None
         hidden = seconds.host_update - (overlapped - updated)
     stall, hidden = (value if value > _ROUNDING * seconds.step else 0.0 for value in (stall, hidden))
     return replace(candidate, seconds=replace(seconds, stall=stall, hidden_update=hidden))

@@ -9,6 +9,7 @@ Updates begin behind backward, as if gradients were clipped; or, with `in_backwa
 their block, as under `ShardedOptimizer.update_in_backward`.
 """
 
+import math
 from collections.abc import Sequence, Set
 
 from elixir_moe.chunks.cache_policy import (
@@ -21,6 +22,9 @@ from elixir_moe.chunks.cache_policy import (
     Schedule,
     gradients_of,
 )
+
+_ROUNDING = 1e-9
+"""The part of a timeline that may be rounding."""
 
 
 class Timeline:
@@ -89,8 +93,9 @@ def elapsed_seconds(
     *,
     in_backward: bool = False,
     near: Set[int] = frozenset(),
+    most: float = math.inf,
 ) -> float:
-    """Returns the seconds from the end of one step's last backward to that of the next.
+    """Returns the seconds from the end of one step's last backward to that of the next; infinity if more than `most`.
 
     The `schedule` is that of one forward and backward, of which a step has `backwards`. There are compute seconds
     before each request and after the last, fetch seconds for each chunk, 0 if it does not cross the bus, and (chunk,
@@ -98,10 +103,18 @@ def elapsed_seconds(
     the bus once a step.
     """
     cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds, near)
+    each = sum(compute_seconds)
 
-    def play(waiting: dict[int, float] | None = None) -> None:
-        """Plays a backward with its forward; the updates that are `waiting` for their gradients begin in it."""
+    def play(waiting: dict[int, float] | None = None, end: float = math.inf) -> bool:
+        """Plays a backward with its forward; the updates that are `waiting` for their gradients begin in it.
+
+        Returns whether it can end by `end`, which it is not played to if not.
+        """
+        left = end - each
         for entry, seconds in zip(schedule.entries, compute_seconds, strict=False):
+            left += seconds
+            if timeline.computed + seconds > left:
+                return False
             ask = cache.acquire if entry.verb is ACQUIRE else cache.release
             timeline.request(entry, ask(entry.chunks), seconds)
             if waiting and entry.verb is RELEASE:
@@ -109,6 +122,7 @@ def elapsed_seconds(
                 timeline.update([(chunk, waiting.pop(chunk)) for chunk in done])
         timeline.computed += compute_seconds[-1]
         cache.rewind()
+        return timeline.computed <= end
 
     for _ in range(WARM_UP_STEPS if schedule.kept or updates else 0):
         waiting = dict(updates) if in_backward else {}
@@ -117,6 +131,8 @@ def elapsed_seconds(
         timeline.end_step()
         cache.drop([chunk for chunk in cache.chunks if chunk not in schedule.kept])
     began = timeline.computed
-    for _ in range(backwards):
-        play()
+    end = began + most * (1 + _ROUNDING)
+    for later in reversed(range(backwards)):
+        if not play(end=end - later * each):
+            return math.inf
     return timeline.computed - began

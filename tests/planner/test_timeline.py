@@ -17,7 +17,7 @@ from elixir_moe.planner.cost import Seconds
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Packings, Task, price, shortage, solve
+from elixir_moe.planner.solve import Packings, Task, Timed, price, shortage, solve, with_stall
 from elixir_moe.planner.timeline import Timeline, elapsed_seconds
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
@@ -313,3 +313,21 @@ def test_a_step_is_no_longer_if_its_updates_begin_in_backward(accumulation: int)
 def test_a_step_of_several_backwards_hides_updates_once() -> None:
     one, five = offloaded(), offloaded(accumulation=5)
     assert five.hidden_update == pytest.approx(one.hidden_update, rel=0.2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3, 5])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_is_played_no_further_than_it_may_take(accumulation: int, early: bool, frozen: bool) -> None:
+    given = replace(task(0.5, traced(frozen=frozen)), accumulation=accumulation, updates_in_backward=early)
+    timed = Timed(given.profile.step_order)
+    for blocks, near in ((4, False), (6, False), (6, True)):
+        plan = Plan.offload(rcache_blocks=blocks, chunk_numel=1 << 14, values_on_device=near)
+        whole = price(given, plan)
+        blind = replace(whole, seconds=replace(whole.seconds, stall=0.0, hidden_update=0.0))
+        assert whole == with_stall(blind), "a price has the stall"
+        for part in (1.0, 1.01, 2.0):
+            assert with_stall(blind, part * whole.seconds.step, timed) == whole
+        for part in (0.2, 0.8, 0.99):
+            found = with_stall(blind, part * whole.seconds.step, timed)
+            assert found is None or (near and accumulation > 1 and found == whole), "only the first backward is known"
