@@ -124,7 +124,8 @@ def check_disk(plan: Plan | AutoPlan, optimizer: torch.optim.Optimizer) -> None:
             f"the plan has disk_chunks={plan.disk_chunks}: say in which folder their file goes, with "
             f"em.Plan.offload(disk=...) or dataclasses.replace(plan, disk=...)"
         )
-    if plan.disk is not None and not updates_on_disk(optimizer):
+    trains = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+    if plan.disk is not None and trains and not updates_on_disk(optimizer):
         raise ConfigError(
             f"chunks on disk are updated by Adam and AdamW of torch, without amsgrad, and by Muon; this is "
             f"{type(elementwise_of(optimizer)).__name__}: use one of them, or leave disk out"

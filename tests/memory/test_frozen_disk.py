@@ -246,3 +246,16 @@ def test_a_read_that_fails_is_told_and_the_step_can_be_repeated(ranks: Ranks, tm
     ((said, losses),) = ranks(1).run(failing, str(tmp_path))
     assert "gone for a moment" in said
     assert losses[:3] == losses[3:]
+
+
+@pytest.mark.parametrize("values_on_disk", [False, True])
+def test_a_model_that_is_frozen_as_a_whole_may_have_any_optimizer(values_on_disk: bool, tmp_path: Path) -> None:
+    """A teacher, say: nothing is updated on disk."""
+    em.init_mesh(device_type="cpu")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).requires_grad_(False)
+    rows = torch.randn(3, 16)
+    wanted = model(rows)
+    plan = em.Plan.offload(disk=str(tmp_path), disk_chunks=9, values_on_disk=values_on_disk, chunk_numel=300)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0), plan=plan)
+    assert torch.equal(model(rows), wanted)
+    optimizer.close()
