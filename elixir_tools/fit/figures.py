@@ -121,7 +121,10 @@ class Figures:
 def memory_lines(figures: Figures) -> Iterator[str]:
     """VRAM, RAM and disk, of each GPU and in all, in GiB."""
     task = figures.task
-    rows = [("VRAM", figures.device_bytes, task.capacity_bytes), ("RAM", figures.host_bytes, task.host_bytes)]
+    rows = [
+        ("VRAM", figures.device_bytes, task.capacity_bytes),
+        ("RAM", figures.host_bytes, task.host_bytes + task.kept_bytes),
+    ]
     if task.hardware.one_memory:
         rows = [("memory", figures.device_bytes + figures.host_bytes, task.capacity_bytes)]
     if task.disk_bytes or figures.disk_bytes:

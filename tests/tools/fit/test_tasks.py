@@ -1,6 +1,7 @@
 """The planning problem that the arguments of `plan` describe."""
 
 import json
+import re
 
 import pytest
 
@@ -65,3 +66,13 @@ def test_lengths_and_sums_that_the_user_chooses_are_those_of_the_plan(capsys: py
     assert "reduce_dtype=torch.bfloat16" in " ".join(found["--reduce-dtype bf16"]["answer"])
     reduced = [found[given]["predicted"]["reduced_bytes"] for given in ("", "--reduce-dtype bf16")]
     assert reduced[1] < 0.6 * reduced[0]
+
+
+def test_inputs_of_layers_in_host_memory_are_of_all_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-20b", "--gpu", "rtx-3090", "--gpus", "8", "--batch", "8"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    held, there = (float(text) for text in re.findall(r"^  RAM +([\d.]+) of +([\d.]+)", said, re.MULTILINE)[0])
+    assert "host_checkpoints=" in said and held <= there
+    assert main([*words, "--batch", "1"]) == 0
+    assert f" of {there} " in capsys.readouterr().out, "whatever is kept"
