@@ -203,7 +203,7 @@ def solve(task: Task, packings: "Packings | None" = None) -> PlanCandidate:
 def _fastest(task: Task, packings: "Packings | None") -> PlanCandidate:
     """Finds the fastest plan for passes of `Task.together` micro-batches."""
     found: dict[int, PlanCandidate] = {}
-    shortages: list[dict[Tier, int]] = []
+    failed: list[_LengthSearch] = []
     packings = packings or Packings(task)
     packed = [packings.at(length) for length in packings.lengths]
     none, *others = _kept_counts(task)
@@ -219,7 +219,7 @@ def _fastest(task: Task, packings: "Packings | None") -> PlanCandidate:
         if best is not None:
             found[regions] = best
         else:
-            shortages.extend(short for search in searches for short in search.shortages())
+            failed.extend(searches)
 
     search(none)
     if others and not (none in found and found[none].plan.rcache_blocks == "all" and not found[none].plan.offloaded):
@@ -228,7 +228,7 @@ def _fastest(task: Task, packings: "Packings | None") -> PlanCandidate:
             for regions in others[1:]:
                 search(regions)
     if not found:
-        raise PlanError(_why_not(task, shortages))
+        raise PlanError(_why_not(task, [short for search in failed for short in search.shortages()]))
     best = min(found.values(), key=_rank)
     assert best.plan.chunk_numel is not None, "a search gives it"
     filled = packings.filled(best.plan.chunk_numel)
