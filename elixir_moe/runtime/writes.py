@@ -211,6 +211,7 @@ class Writes:
                 for position in written:
                     changed[position] = False
                 seen.altered = changed if seen.altered is None else seen.altered | changed
+        self._streams.join_compute()  # what follows on the current stream may write what was looked at
 
     def end_backward(self) -> None:
         """Called at the end of a backward: the first one ends the watch."""

@@ -77,6 +77,7 @@ class Case:
 ADDED_LATE = Case(parts=("plain", "frozen"), plan="zero3", half=True, accumulation=2)
 """A gradient waits until the end of backward for the last use of the values in whose place it goes."""
 TELLING = [
+    (1, Case(parts=("plain", "beside"), plan="ddp", half=True)),
     (2, Case(parts=("plain", "bias", "checkpointed", "tied"), plan="zero3", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "beside", "plain", "beside"), plan="offload", blocks=0, half=True, accumulation=2)),
     (1, Case(parts=("plain", "plain", "plain"), plan="disk", blocks=1, half=True, habits=frozenset({"save", "read"}))),
