@@ -15,6 +15,7 @@ import elixir_moe as em
 from benchmarks.measure import in_turn, slowest
 from benchmarks.report import race_row
 from benchmarks.workload import SEED, Workload, fresh_model
+from elixir_moe.ext.optimizers import matrices_of_layers
 from elixir_tools.models.gpt import lm_loss
 
 PLANS = {"zero2": em.Plan.zero2(), "offload": em.Plan.offload()}
@@ -24,8 +25,8 @@ BYTES_LIMIT = 0.85
 
 
 def _optimizers(model: nn.Module, *, muon: bool) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if muon and "blocks" in name and p.ndim == 2]
-    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    matrices = dict.fromkeys(matrices_of_layers(model).values() if muon else ())
+    rest = [p for p in model.parameters() if p not in matrices]
     adamw = torch.optim.AdamW(rest, lr=1e-4, fused=True)
     return [torch.optim.Muon(matrices, lr=1e-3), adamw] if muon else [adamw]
 

@@ -31,6 +31,7 @@ from benchmarks.proof.rates import elapsed
 from benchmarks.proof.steps import tell
 from benchmarks.proof.trace import record, summary
 from benchmarks.workload import SEED
+from elixir_moe.ext.optimizers import matrices_of_layers
 from elixir_moe.memory.slabs import host_bytes_left
 
 GIB = 1 << 30
@@ -261,11 +262,8 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
 
 
 def _optimizers(model: Model, *, muon: bool) -> list[torch.optim.Optimizer]:
-    of_layers = {id(p) for block in model.blocks for p in block.parameters() if muon and p.ndim == 2}
-    matrices, rest = [], []
-    for parameter in _trained(model.module):
-        (matrices if id(parameter) in of_layers else rest).append(parameter)
-    adamw = torch.optim.AdamW(rest, lr=LEARNING_RATE)
+    matrices = dict.fromkeys(matrices_of_layers(model.module).values() if muon else ())
+    adamw = torch.optim.AdamW([p for p in _trained(model.module) if p not in matrices], lr=LEARNING_RATE)
     return [torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw"), adamw] if muon else [adamw]
 
 

@@ -3,7 +3,6 @@
 Gradients are given, so that they depend on no kernel and on no order of sums.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 import elixir_moe as em
 from tests.accelerator.device import NAME
 from tests.accelerator.test_training import BF16, FP32, LATE, late_in, seeds
-from tests.optim.test_muon import ALL_ON_DISK, DISK, PLANS, SHAPES, STEPS, Given, given_optimizers, gradient_of
+from tests.optim.test_muon import GIVEN, SHAPES, STEPS, Given, given_optimizers, gradient_of
 from tests.support.cases import placed, with_further
 from tests.support.every import same_tensors
 
@@ -54,10 +53,6 @@ def trains(plan: em.Plan, dtype: torch.dtype) -> None:
     optimizer.close()
 
 
-GIVEN = {
-    name: plan if name == "ddp" else replace(plan, chunk_numel=1024, rcache_blocks="all")
-    for name, plan in {**PLANS, "disk": DISK, "all on disk": ALL_ON_DISK}.items()
-}
 CASES = [(world, plan, dtype, late) for world in (1, 2) for plan in GIVEN for dtype in (FP32, BF16) for late in LATE]
 QUICK = [
     (2, "zero3", BF16, "random"),

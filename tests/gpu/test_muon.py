@@ -6,7 +6,6 @@ differ by 1e-6 a step. The iteration in bf16 rounds intermediate elements to 2^-
 of an update, which is 2 % of a weight: 3 * 2e-2 * 3e-2. A matrix that is not orthogonalized misses by 6e-2.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ import torch
 from torch import Tensor
 
 import elixir_moe as em
-from tests.optim.test_muon import DISK, PLANS, SHAPES, STEPS, Given, given_optimizers, gradient_of
+from tests.optim.test_muon import GIVEN, SHAPES, STEPS, Given, given_optimizers, gradient_of
 from tests.support.cases import placed, with_further
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
-GIVEN = {
-    name: plan if name == "ddp" else replace(plan, chunk_numel=1024, rcache_blocks="all")
-    for name, plan in {**PLANS, "disk": DISK}.items()
-}
 CASES = [(world, plan, ns_dtype) for world in (1, 2) for plan in GIVEN for ns_dtype in TOLERANCE]
 QUICK = [(1, "offload", "bf16"), (2, "zero3", "fp32")]
 

@@ -837,6 +837,13 @@ CUTS = {"columns": 1, "rows": 0, "stack": 1, "stack_of_columns": 2}
 SHAPES = {"columns": (16, 24), "rows": (24, 16), "stack": (3, 12, 8), "stack_of_columns": (3, 8, 12), "uncut": (16, 8)}
 
 
+GIVEN = {
+    name: plan if name == "ddp" else replace(plan, chunk_numel=1024, rcache_blocks="all")
+    for name, plan in {**PLANS, "disk": DISK, "all on disk": ALL_ON_DISK}.items()
+}
+"""The plans of a `Given`."""
+
+
 class Given(nn.Module):
     """Matrices whose gradients are given: they depend on no order of sums, however the matrices are cut."""
 
