@@ -11,7 +11,6 @@ except those with a tag below. A subclass of Tensor is restored as a plain tenso
 """
 
 import base64
-import binascii
 import math
 from collections import Counter, OrderedDict
 from enum import Enum
@@ -134,7 +133,4 @@ def _text(data: bytes | bytearray) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from error
+    return base64.b64decode(text, validate=True)
