@@ -6,8 +6,9 @@ torch file.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class Whole:
         span = Span(offset=(0,) * len(entry.grid), shape=entry.grid, start=0, stop=entry.numel)
         return self._cell(name, kept, entry.pieces, span).view(entry.shape)
 
+    def _converted(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.parameter(name).to(dtype)
+
     def buffer(self, name: str, rank: int = 0) -> torch.Tensor:
         """Reads a buffer with the values of that rank."""
         buffer = self._manifest.buffers[name]
@@ -59,12 +63,11 @@ class Whole:
         for key, name in self._manifest.keys.items():
             if name is not None and name in self._manifest.buffers:
                 buffer = self._manifest.buffers[name]
-                yield key, Item(key=key, dtype=buffer.dtype, shape=buffer.shape, tensor=self._later(self.buffer, name))
+                yield key, Item(key=key, dtype=buffer.dtype, shape=buffer.shape, tensor=partial(self.buffer, name))
             elif name is not None and name in self._manifest.parameters:
                 entry = self._manifest.parameters[name]
                 to = dtype if dtype is not None and DTYPES[entry.dtype].is_floating_point else DTYPES[entry.dtype]
-                give = self._later(lambda name, to=to: self.parameter(name).to(to), name)
-                yield key, Item(key=key, dtype=NAMES[to], shape=entry.shape, tensor=give)
+                yield key, Item(key=key, dtype=NAMES[to], shape=entry.shape, tensor=partial(self._converted, name, to))
             elif key not in self.extra_states():
                 raise CheckpointError(
                     f"{key!r} is computed by the model's own state_dict(), or sparse: load the checkpoint into a "
@@ -95,7 +98,7 @@ class Whole:
                     key=joined.key(name, kept),
                     dtype=dtype,
                     shape=(joined.span.numel,),
-                    tensor=self._later(self._cell, name, kept, tuple(pieces), joined.span),
+                    tensor=partial(self._cell, name, kept, tuple(pieces), joined.span),
                 )
                 for kept, dtype in first.state.items()
             ]
@@ -112,10 +115,6 @@ class Whole:
             for here, there in overlap(span, piece.span):
                 here.of(flat).copy_(there.of(read))
         return flat
-
-    @staticmethod
-    def _later(function: Callable[..., torch.Tensor], *arguments: Any) -> Callable[[], torch.Tensor]:
-        return lambda: function(*arguments)
 
 
 def export_huggingface(
@@ -200,7 +199,7 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
             raise ConfigError(f"files={files}: buffer {name!r} has {len(versions)} versions; give at least as many")
         for at, file in enumerate(versions):
             rank = buffer.file_of_rank.index(file)
-            give = whole._later(whole.buffer, name, rank)
+            give = partial(whole.buffer, name, rank)
             put([Item(key=Buffer.key(name), dtype=buffer.dtype, shape=buffer.shape, tensor=give)], at)
         moved = {file: names[at] for at, file in enumerate(versions)}
         buffers[name] = replace(buffer, file_of_rank=tuple(moved[file] for file in buffer.file_of_rank))
