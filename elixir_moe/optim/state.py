@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,6 @@ from elixir_moe.runtime.hooks import Hooks
 from elixir_moe.runtime.phase import OPEN, WHOLE
 from elixir_moe.runtime.scheduler import Scheduler
 from elixir_moe.torch_private import DisableTorchFunctionSubclass
-
-
-class Pending(Protocol):
-    """Work that runs in the background of training, such as an asynchronous save."""
-
-    def result(self) -> Any:
-        """Blocks until the work is done; raises its error. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +64,8 @@ class OptimizerState:
         self.keeps_always_the_same = not isinstance(updates.elementwise, ElementwiseUpdate)
         """Whether the state has the same names before and after the first step."""
         self.last_step: LastStep | None = None
-        self.pending: Pending | None = None
-        """The work that `ShardedOptimizer.close` waits for."""
+        self.pending: Any = None
+        """The asynchronous save that `ShardedOptimizer.close` waits for."""
 
     def bytes_of(self, chunk: Chunk) -> int:
         """Bytes in memory of the state kept for a chunk in addition to its shard."""

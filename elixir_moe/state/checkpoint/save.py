@@ -297,8 +297,8 @@ def wait_for_earlier_save(wrapped: Wrapped, call: str) -> None:
 
     Raises CheckpointError if it has failed; the message adds that `call` has done nothing yet.
     """
-    saving = wrapped.kept.pending
-    if isinstance(saving, Saving) and (failure := saving.exception()) is not None:
+    saving: Saving | None = wrapped.kept.pending
+    if saving is not None and (failure := saving.exception()) is not None:
         raise CheckpointError(
             f"the earlier save of {saving.path} has failed: {failure}. Its result was not read before {call}, which "
             f"has done nothing yet: call it again"
