@@ -206,10 +206,10 @@ def _fake_tensors(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
 
     Also clears the caches of memoised forwards.
     """
-    before = [
-        (module, dict(vars(module)), {name: copy(value) for name, value in vars(module).items() if _is_registry(value)})
-        for module in model.modules()
-    ]
+    before = []
+    for module in model.modules():  # its registries, plain dicts, are those of parameters and hooks, which forward adds
+        registries = {name: copy(value) for name, value in vars(module).items() if type(value) in (dict, OrderedDict)}
+        before.append((module, dict(vars(module)), registries))
     fakes: dict[Tensor, Tensor] = {}
 
     def fake(tensor: Tensor | None) -> Any:
@@ -239,15 +239,7 @@ def _fake_tensors(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype], mode: 
             for name, content in registries.items():
                 vars(module)[name].clear()
                 vars(module)[name].update(content)
-            getattr(type(module).forward, "cache_clear", _nothing)()
-
-
-def _is_registry(value: object) -> bool:
-    """Whether a value is a plain dict, like those of parameters and hooks: a first forward may add hooks."""
-    return type(value) in (dict, OrderedDict)
-
-
-def _nothing() -> None: ...
+            getattr(type(module).forward, "cache_clear", lambda: None)()
 
 
 def _fake(value: Any) -> Any:
