@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Literal, overload
+from typing import Literal
 
 from elixir_moe.chunks.cache_policy import Schedule, gathers
 from elixir_moe.chunks.ledger import Footprint, Ledger, footprint
@@ -298,7 +298,7 @@ def _least_with_stall(best: PlanCandidate, packings: "Packings") -> PlanCandidat
     timed = Timed(task.profile.step_order)
     for other in [*(found[-1] for found in of_searches if found), *others]:
         if _least_seconds(other) < best.seconds.step and other.plan != best.plan:
-            best = min(best, with_stall(other, best.seconds.step, timed) or best, key=_rank)
+            best = min(best, with_stall(other, best.seconds.step, timed), key=_rank)
     return best
 
 
@@ -331,24 +331,17 @@ def _apart(lengths: Sequence[int]) -> Iterator[int]:
             yield length
 
 
-@overload
-def with_stall(candidate: PlanCandidate) -> PlanCandidate: ...
-
-
-@overload
-def with_stall(candidate: PlanCandidate, most: float, timed: "Timed") -> PlanCandidate | None: ...
-
-
-def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed | None" = None) -> PlanCandidate | None:
+def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed | None" = None) -> PlanCandidate:
     """Returns the candidate with the stall of its step and the updates that the next forward hides.
 
-    Unchanged if the compute between its requests is unknown; None if its step is found to
-    take more than `most` seconds, beyond which it is not played.
+    Unchanged if the compute between its requests is unknown. A step is not played further than `most` seconds; if it is
+    found to take more, its stall is infinite.
     """
     task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
     profile, plan, backwards = task.profile, candidate.plan, task.passes
     if not profile.work or not seconds.fetch:
         return candidate
+    too_slow = replace(candidate, seconds=replace(seconds, stall=math.inf))
     schedule, positions = (timed or profile.step_order.timed)(layout)
     near = cost.near_chunks(plan, layout)
     played = min(backwards, _STEADY_BACKWARD)
@@ -360,7 +353,7 @@ def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed |
     share = 1.0 if near else played / backwards
     updated = elapsed(played, most=(seconds.overlapped + spare) * share)
     if updated == math.inf:
-        return None
+        return too_slow
     if near and backwards > played:  # only the first backward fetches what is near
         whole = updated + (backwards - played) * (updated - elapsed(played - 1))
     else:
@@ -373,7 +366,7 @@ def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed |
         shown = updated + spare if spare < seconds.host_update else math.inf
         overlapped = elapsed(played, updates, in_backward=task.updates_in_backward, most=shown)
         if overlapped == math.inf:
-            return None
+            return too_slow
         hidden = seconds.host_update - (overlapped - updated)
     stall, hidden = (value if value > _ROUNDING * seconds.step else 0.0 for value in (stall, hidden))
     return replace(candidate, seconds=replace(seconds, stall=stall, hidden_update=hidden))
