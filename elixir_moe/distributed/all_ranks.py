@@ -22,9 +22,14 @@ _MOST_TEXT = 300
 """Most characters of a value in a message."""
 
 
-def gathered(value: T, process_group: dist.ProcessGroup | None = None) -> list[T]:
+def gathered(
+    value: T, process_group: dist.ProcessGroup | None = None, what: str = "an exchange between all ranks"
+) -> list[T]:
     """Returns the small `value` of every rank of `process_group`, by default the world, in rank order. Collective."""
-    return _gathered(value, process_group, "an exchange between all ranks")
+    everyone: list[Any] = [None] * dist.get_world_size(process_group)
+    with Wait(what, dist.get_process_group_ranks(process_group)):
+        dist.all_gather_object(everyone, value, group=process_group)
+    return everyone
 
 
 def agree(
@@ -111,7 +116,7 @@ def raise_on_all_ranks(
     except Exception as caught:
         raised = caught
         outcome = type(caught) if isinstance(caught, ElixirError) else ElixirError, _text(caught)
-    everyone = _gathered((outcome, result), process_group, f"the agreement of all ranks after they {what}")
+    everyone = gathered((outcome, result), process_group, f"the agreement of all ranks after they {what}")
     ranks = dist.get_process_group_ranks(process_group)
     failures = [(rank, *failed) for rank, (failed, _) in zip(ranks, everyone, strict=True) if failed is not None]
     if not failures:
@@ -232,13 +237,6 @@ class Deferred:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _gathered(value: T, process_group: dist.ProcessGroup | None, what: str) -> list[T]:
-    everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    with Wait(what, dist.get_process_group_ranks(process_group)):
-        dist.all_gather_object(everyone, value, group=process_group)
-    return everyone
 
 
 def _text(error: Exception) -> str:
