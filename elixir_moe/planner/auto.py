@@ -16,7 +16,7 @@ from torch import nn
 from elixir_moe.accelerator import is_accelerator
 from elixir_moe.chunks.events import StepEvent
 from elixir_moe.chunks.plan import AutoPlan, Plan
-from elixir_moe.distributed.all_ranks import disagreement, gathered, make_on_all_ranks, raise_on_all_ranks
+from elixir_moe.distributed.all_ranks import gathered, make_on_all_ranks, raise_on_all_ranks
 from elixir_moe.errors import ConfigError
 from elixir_moe.memory.slabs import device_left, host_bytes_for_plan, host_bytes_left
 from elixir_moe.parallel.rules import pattern_of, replicated_everywhere
@@ -102,7 +102,7 @@ def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task |
     disk_bytes = 0
     if wanted.disk is not None:
         hardware, disk_bytes = with_disk(hardware, wanted.disk)
-    left = gathered(_free_memory(model, wanted, request.device, disk_bytes))
+    left = gathered(_free_memory(model, request.device, disk_bytes))
     tasks: list[Task] = []
 
     def search() -> Forecast | None:
@@ -124,7 +124,7 @@ def forecast(model: nn.Module, request: SearchRequest) -> tuple[Forecast, Task |
 
 def device_budget(model: nn.Module, wanted: AutoPlan, device: torch.device) -> int:
     """Returns the device memory in bytes that a plan may use on each rank, activations included. Collective."""
-    peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(model, wanted, device, 0))
+    peers, left = ranks_of(model, replicated_everywhere()), gathered(_free_memory(model, device, 0))
     return make_on_all_ranks(
         "looked at the device's memory", lambda: _memory_budget(peers, wanted, device, left)
     ).device_bytes
@@ -229,10 +229,9 @@ class _FreeMemory:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
-    budget_bytes: int | None
 
 
-def _free_memory(model: nn.Module, wanted: AutoPlan, device: torch.device, disk_bytes: int) -> _FreeMemory:
+def _free_memory(model: nn.Module, device: torch.device, disk_bytes: int) -> _FreeMemory:
     free = 0
     if is_accelerator(device):
         _, free = device_left(device)
@@ -241,7 +240,6 @@ def _free_memory(model: nn.Module, wanted: AutoPlan, device: torch.device, disk_
         device_bytes=free,
         host_bytes=host_bytes_for_plan(model.parameters(), host_bytes_left()),
         disk_bytes=disk_bytes,
-        budget_bytes=wanted.budget_bytes,
     )
 
 
@@ -253,9 +251,6 @@ def _memory_budget(
     Ranks of one host share its memory equally; without a GPU, device and host share it too.
     """
     own_memory = is_accelerator(device)
-    budgets = [theirs.budget_bytes for theirs in everyone]
-    if (found := disagreement("the budget of Plan.auto", budgets)) is not None:
-        raise ConfigError(f"{found}: give all ranks the same")
     hosts = [theirs.host for theirs in everyone]
     left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
     most = min(everyone[rank].device_bytes for rank in peers) if own_memory else left

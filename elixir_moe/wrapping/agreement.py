@@ -42,7 +42,8 @@ def check_alike(optimizer: torch.optim.Optimizer, plan: Plan | AutoPlan, weights
         "weights": _kind(weights),
     }
     if isinstance(plan, AutoPlan):
-        kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk), "chunk_numel": plan.chunk_numel}
+        kinds |= {"hardware": _kind(plan.hardware), "disk": _kind(plan.disk)}
+        kinds |= {"chunk_numel": plan.chunk_numel, "budget": plan.budget_bytes}
     agree("the arguments of wrap", kinds, remedy="give all ranks the same", error=ConfigError)
 
 

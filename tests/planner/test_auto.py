@@ -235,7 +235,7 @@ def test_what_cannot_be_planned_says_why(options: dict[str, Any], kind: str, mes
 
 def test_a_rank_alone_in_its_wishes_fails_all(ranks: Ranks) -> None:
     for kind, message in ranks(2).run(refused_alone):
-        assert kind == "ConfigError" and "the budget of Plan.auto: it is None on rank 0, 1000000 on rank 1" in message
+        assert kind == "ConfigError" and "the arguments of wrap: budget is None on rank 0, 1000000 on rank 1" in message
 
 
 def refused_alone() -> tuple[str, str]:
