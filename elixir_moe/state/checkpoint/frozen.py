@@ -54,17 +54,13 @@ def frozen_records(wrapped: Wrapped, process_group: dist.ProcessGroup) -> dict[s
 
 
 def _sum_here(held: HeldPiece) -> int:
-    return _sum(held.cut(*share_of(held.chunk)), held.grid)
-
-
-def _sum(held: HeldPiece, grid: tuple[int, ...]) -> int:
-    """Returns the part of the hash for these elements, which no other rank adds."""
-    total = 0
-    for start in range(held.here.start, held.here.stop, _RUN_NUMEL):
-        run = held.cut(start, start + _RUN_NUMEL)
+    """Returns this rank's part of the hash of a parameter: that of the elements which no other rank adds."""
+    mine, total = held.cut(*share_of(held.chunk)), 0
+    for start in range(mine.here.start, mine.here.stop, _RUN_NUMEL):
+        run = mine.cut(start, start + _RUN_NUMEL)
         values = run.values.read().reshape(-1)
         bits = values.view(_BITS[values.itemsize])
-        for first, places in _places(run.span, grid, values.device):
+        for first, places in _places(run.span, held.grid, values.device):
             total += int(_odd(places).mul_(bits[first : first + places.numel()]).sum())
     return total % 2**64
 
