@@ -47,7 +47,7 @@ from elixir_moe.state.checkpoint.storage import (
     retain,
     verify,
 )
-from elixir_moe.state.checkpoint.tensors import Item, write_tensors
+from elixir_moe.state.checkpoint.tensors import FileImage, Item
 from elixir_moe.state.checkpoint.values import decode, encode
 from elixir_moe.state.checkpoint.whole import Whole
 from elixir_moe.state.marked import MARK, MARK_BYTES, partial_of, remove_abandoned
@@ -227,7 +227,7 @@ def write_small(target: Path, saved_ns: int, fill: float = 0.0, keep: int | None
         entries[name] = ParameterRecord(
             names=(name,), shape=shape, grid=shape, dtype="F32", trainable=True, pieces=tuple(pieces)
         )
-    records = {file: write_tensors(draft.path / file, tensors) for file, tensors in items.items()}
+    records = {file: FileImage(tensors).write(draft.path / file) for file, tensors in items.items()}
     draft.commit(dump(small_manifest(entries, records, saved_ns)))
     if keep is not None:
         retain(target.parent, keep)

@@ -18,7 +18,7 @@ from blake3 import blake3
 from elixir_moe.memory import direct_file
 from elixir_moe.state.checkpoint import tensors
 from elixir_moe.state.checkpoint.manifest import FileRecord
-from elixir_moe.state.checkpoint.tensors import FileImage, Item, hash_file, write_tensors
+from elixir_moe.state.checkpoint.tensors import FileImage, Item, hash_file
 from tests.support.every import every
 
 PAGE = 4096
@@ -60,7 +60,7 @@ def test_the_hash_is_that_of_the_segments_of_the_file(
     monkeypatch.setattr(direct_file.fcntl, "fcntl", fcntl_)
     monkeypatch.setattr(direct_file.os, "pwritev", pwritev)
     values = torch.arange(9000.0)
-    record = write_tensors(tmp_path / "x.safetensors", items_of(values, staying))
+    record = FileImage(items_of(values, staying)).write(tmp_path / "x.safetensors")
     data = (tmp_path / "x.safetensors").read_bytes()
     assert record == hash_file(tmp_path / "x.safetensors")
     segments = [blake3(part).digest() for part in pieces(data, segment)]

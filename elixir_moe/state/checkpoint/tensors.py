@@ -117,9 +117,6 @@ class FileImage:
             if not self._missing[index]:
                 yield index
 
-    def _length(self, index: int) -> int:
-        return min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES)
-
     def _segment(self, index: int) -> Bytes:
         """The memory of a segment."""
         if index not in self._segments:
@@ -136,16 +133,11 @@ class FileImage:
         for start, part in self._parts.pop(index, ()):
             np.copyto(segment[start : start + len(part)], part)
         del self._segments[index]
-        length, data = self._length(index), memoryview(segment)  # type: ignore[arg-type]
+        length, data = min(SEGMENT_BYTES, self._nbytes - index * SEGMENT_BYTES), memoryview(segment)  # type: ignore[arg-type]
         file.write(index * SEGMENT_BYTES, data[: paged_bytes(length)])
         digest = segment_digest(data[:length])
         self._free.append(segment)
         return digest
-
-
-def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Writes and syncs a new safetensors file of these tensors. Raises OSError like `FileImage.write`."""
-    return FileImage(items, metadata).write(path)
 
 
 def hash_file(path: Path) -> FileRecord:

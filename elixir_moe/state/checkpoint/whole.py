@@ -18,7 +18,7 @@ from elixir_moe.errors import CheckpointError, ConfigError
 from elixir_moe.state.checkpoint.manifest import WEIGHT, Buffer, Manifest, ParameterRecord, SavedPiece, dump
 from elixir_moe.state.checkpoint.shard_ranges import Span, overlap
 from elixir_moe.state.checkpoint.storage import Draft
-from elixir_moe.state.checkpoint.tensors import Files, Item, write_tensors
+from elixir_moe.state.checkpoint.tensors import FileImage, Files, Item
 from elixir_moe.state.checkpoint.values import decode
 from elixir_moe.state.marked import StagingFolder, name_in_errors, partial_of
 from elixir_moe.state.safetensors_format import DTYPES, INDEX, NAMES, files_of, index_of
@@ -140,7 +140,7 @@ def export_huggingface(
     files = files_of(sizes, shard_bytes)
     with _made_for(out, "folder") as folder:
         for file, names in files.items():
-            write_tensors(folder.path / file, [items[name] for name in names], {"format": "pt"})
+            FileImage([items[name] for name in names], {"format": "pt"}).write(folder.path / file)
         if len(files) > 1:
             with name_in_errors(folder.path / INDEX):
                 (folder.path / INDEX).write_text(index_of(files, sum(sizes.values())))
@@ -206,7 +206,7 @@ def reshard(whole: Whole, target: Path, files: int) -> Manifest:
     draft = Draft(target)
     try:
         written = zip(names, items, strict=True)
-        records = {name: write_tensors(draft.path / name, tensors) for name, tensors in written if tensors}
+        records = {name: FileImage(tensors).write(draft.path / name) for name, tensors in written if tensors}
         new = replace(manifest, parameters=entries, buffers=buffers, files=records)
         draft.commit(dump(new))
     except BaseException:
