@@ -218,6 +218,7 @@ class ElixirMixin(_Trainer):
         own = {type(callback).on_pre_optimizer_step for callback in others}
         return (
             self.args.save_strategy != SaveStrategy.NO
+            and not self.args.save_only_model
             and all(kind.__module__.partition(".")[0] in _ONE_BACKWARD for kind in steps)
             and own <= {TrainerCallback.on_pre_optimizer_step, _CheckpointBetweenSteps.on_pre_optimizer_step}
             and not self._sharded._optimizer_step_pre_hooks

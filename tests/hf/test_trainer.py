@@ -545,6 +545,7 @@ def left_off(folder: str) -> dict[str, int]:
         "training_step": lambda trainer: setattr(trainer, "__class__", Own),
         "hook": hooked,
         "no checkpoint": lambda trainer: setattr(trainer.args, "save_strategy", "no"),
+        "no state of the optimizer": lambda trainer: setattr(trainer.args, "save_only_model", True),
         "clipping": lambda trainer: setattr(trainer.args, "max_grad_norm", 1.0),
     }
     for name, change in changes.items():
