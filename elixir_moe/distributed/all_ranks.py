@@ -153,7 +153,6 @@ class ControlGroups:
 
     @property
     def peers_group(self) -> dist.ProcessGroup:
-        """The process group of the peers."""
         return self.by_ranks.get(self.peers, self.control)
 
     def background(self) -> dist.ProcessGroup:

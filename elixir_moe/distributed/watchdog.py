@@ -144,7 +144,6 @@ class _Thread:
         """The wait of this rank that was reported to the others."""
 
     def start(self) -> None:
-        """Starts the thread."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="elixir-waits", daemon=True)
             self._thread.start()
