@@ -36,7 +36,6 @@ Options = list[dict[str, object]]
 _BITS = 32
 """Bits of a number that all ranks compare."""
 _NOT_OPTIONS = {"params", "param_names"}
-"""The keys of a param_group that are not options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +50,6 @@ class Chosen:
     """The error for parameters that are not the model's."""
 
     def check(self) -> None:
-        """Raises the error, if there is one."""
         if self.error is not None:
             raise self.error
 

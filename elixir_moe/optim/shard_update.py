@@ -110,7 +110,6 @@ class FlatMoments:
         return state
 
     def state_bytes(self, chunk: Chunk) -> int:
-        """Bytes in memory of a chunk's state."""
         return sum(array.nbytes for array in self.in_memory(chunk))
 
 
@@ -347,7 +346,6 @@ class ElementwiseUpdate(UpdateAtOnce):
         self._changes.setdefault(index, {}).update(changed)
 
     def state_bytes(self, chunk: Chunk) -> int:
-        """Bytes in memory of a chunk's state."""
         optimizers = [optimizer for (index, _), optimizer in self._optimizers.items() if index == chunk.spec.index]
         values = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

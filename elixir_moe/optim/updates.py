@@ -47,11 +47,9 @@ class Updates:
         )
 
     def of(self, chunk: Chunk) -> AdamUpdate | ElementwiseUpdate | MuonUpdate:
-        """The update of a chunk."""
         found = self.whole if chunk.spec.key.optimizer else self.elementwise
         assert found is not None
         return found
 
     def __iter__(self) -> Iterator[AdamUpdate | ElementwiseUpdate | MuonUpdate]:
-        """Iterates over the one or two kinds of updates."""
         return (update for update in (self.whole, self.elementwise) if update is not None)
