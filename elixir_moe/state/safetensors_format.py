@@ -33,7 +33,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Dtypes by their names in files."""
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 

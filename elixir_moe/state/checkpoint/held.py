@@ -44,7 +44,6 @@ class HeldPiece:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter."""
         return self.chunk.parameters[self.index]
 
     @property

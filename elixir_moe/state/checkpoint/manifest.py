@@ -64,7 +64,6 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
 

@@ -352,9 +352,7 @@ class _Facts:
     """Whether the checkpoint holds frozen parameters, or which of them."""
     asynchronous: bool
     place: Place
-    """The rank's place in training."""
     stepped: Options
-    """The options of the rank's last step."""
     fixed: dict[str, Any]
     """Fields of the manifest that are equal on all ranks; filled on rank 0 only."""
 

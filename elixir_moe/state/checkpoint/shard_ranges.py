@@ -30,15 +30,11 @@ class Span:
     offset: tuple[Size, ...]
     """Start of the box in the logical parameter, one index per dim."""
     shape: tuple[Size, ...]
-    """Shape of the box."""
     start: Size
-    """First element."""
     stop: Size
-    """One past the last element."""
 
     @property
     def numel(self) -> int:
-        """Elements of the run."""
         return self.stop - self.start
 
     def of_uncut(self, shape: tuple[int, ...]) -> "Span":

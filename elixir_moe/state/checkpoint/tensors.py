@@ -48,7 +48,6 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -118,7 +117,6 @@ class FileImage:
                 yield index
 
     def _segment(self, index: int) -> Bytes:
-        """The memory of a segment."""
         if index not in self._segments:
             try:
                 self._segments[index] = self._free.pop()
