@@ -40,7 +40,6 @@ class SearchRequest:
     adam: bool
     """Whether the elementwise optimizer is Adam: only Adam updates while the next forward runs."""
     updates_on_disk: bool
-    """Whether the optimizer can update chunks on disk."""
     moments: int
     """fp32 values the optimizer keeps per element."""
     over_gloo: bool
@@ -67,11 +66,9 @@ class Forecast:
     """The events of a step, with parameters numbered as in ``model.parameters()``."""
     seconds: cost.Seconds
     device_bytes: int
-    """Bytes the library holds on the device."""
     host_bytes: int
-    """Bytes the library holds in host memory."""
     disk_bytes: int
-    """Bytes the library holds on disk."""
+    """Bytes the library holds in each of the three tiers."""
     activation_bytes: int
     """The most bytes that a micro-batch's activations take on the device."""
     hardware: Hardware

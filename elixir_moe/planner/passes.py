@@ -80,7 +80,6 @@ class _Memory:
     _in_backward: bool = False
 
     def hear(self, event: CostEvent) -> None:
-        """Adds an event."""
         if event.kind is Cost.LOSS:
             self.begin_leg()
             self._in_backward = True

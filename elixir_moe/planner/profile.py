@@ -68,7 +68,6 @@ class Profile:
     """Peak bytes of all tensors of a step that are neither parameters nor buffers, gradients included until
     the chunk copies them."""
     buffer_bytes: int
-    """Bytes of the model's buffers."""
     kept: tuple[int, ...] = ()
     """Bytes of the inputs that each checkpointed region keeps, in order of forward."""
     kept_peaks: tuple[int, ...] = ()

@@ -50,7 +50,6 @@ class Cut:
     period: int
     """Number of layers after which the run repeats."""
     periods: int
-    """Number of periods."""
 
     @property
     def boundaries(self) -> list[tuple[nn.Module, nn.Module]]:

@@ -162,7 +162,6 @@ class Task:
         return {Tier.DEVICE: device - self.allowed_bytes, Tier.HOST: host - self.host_bytes}
 
     def footprint(self, plan: Plan, layout: Layout) -> Footprint:
-        """Returns the bytes of a plan with this layout."""
         return footprint(plan, layout, moments=self.moments, over_gloo=self.over_gloo)
 
 
@@ -181,7 +180,6 @@ class PlanCandidate:
     """Chunks gathered into the rCache in a step, once per gather."""
 
     def chunks_in(self, tier: Tier) -> int:
-        """Number of chunks in a tier."""
         return sum(self.plan.tier_of(self.layout, chunk) is tier for chunk in self.layout.chunks)
 
 
@@ -578,13 +576,11 @@ class _Stepped:
     replay_two: Callable[[], Schedule]
     """Returns the requests of two that pass together; of one in the plain loop."""
     units: Sequence[UnitSpec | None]
-    """The unit of each module."""
     moved: int
     """Units whose chunks are gathered together."""
 
     @cached_property
     def two(self) -> Schedule:
-        """The result of `replay_two`."""
         return self.replay_two()
 
     def runs_in(self, blocks: int) -> bool:

@@ -43,7 +43,6 @@ class Resolved:
     """The plan with all its numbers, and the model that it packs."""
 
     plan: Plan
-    """The plan with every number resolved."""
     spec: ModelSpec
     layout: Layout
     schedule: Schedule
