@@ -136,7 +136,6 @@ class ElixirAccelerator(Accelerator):
         if self.state.dynamo_plugin.backend.value != "NO":
             raise ConfigError("a wrapped model cannot be compiled as a whole: leave torch_compile out")
         self.plan: Plan | AutoPlan = Plan.zero3() if plan is None else plan
-        """The plan by which `prepare` wraps."""
         self._models: list[nn.Module]
         self._optimizers: list[torch.optim.Optimizer]
         self._options = {"compute_dtype": _DTYPES[self.mixed_precision], **(options or {})}

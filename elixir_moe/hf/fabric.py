@@ -29,7 +29,6 @@ class _MastersInFp32(HalfPrecision):
     """Fabric's ``precision="bf16-true"`` for a model that `em.wrap` gathers in bf16; parameters are not converted."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Returns the module unchanged."""
         return module
 
     def module_init_context(self) -> AbstractContextManager[None]:
@@ -56,7 +55,6 @@ class ElixirStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Precision:
-        """Fabric's setting."""
         found: Precision = super().precision
         return found
 

@@ -220,7 +220,6 @@ _LAYERS: Mapping[str, _Layer] = {
     "transformers.FP8Linear": _FP8,
     "transformers.FP8Experts": _FP8,
 }
-"""The known kinds of layers, by library and class."""
 _PACKED = {"Params4bit", "Int8Params"}
 """Parameters of bitsandbytes, whose elements are not the model's weights."""
 _REFUSED: Mapping[str, str] = {

@@ -43,7 +43,6 @@ class OnePass:
 
     trainer: Any
     _compute: Callable[..., Tensor] = field(init=False)
-    """The trainer's `compute_loss`."""
     _waiting: list[_Waiting] = field(default_factory=list)
     _found: list[Tensor] = field(default_factory=list)
     """The scaled losses of the micro-batches that have had their pass in this training step."""

@@ -28,7 +28,6 @@ _FP8_SETTINGS: Mapping[str, Any] = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
 }
-"""The supported settings of FP8 in a config."""
 
 
 class Halves(NamedTuple):

@@ -82,7 +82,6 @@ class Steps:
         self.inputs: list[dict[str, Any]] = []
         """The inputs of the step's micro-batches."""
         self.norm: Any = 0.0
-        """The norm of the step's gradients."""
         self._facts: StepFacts | None = None
         self._step = -1
 
@@ -98,7 +97,6 @@ class Steps:
         self._losses.append(loss.detach().float())
 
     def record_inputs(self, inputs: dict[str, Any]) -> None:
-        """Notes the inputs of a loss."""
         self.inputs.append({**inputs})  # Trainer takes labels out of it
         self._tokens.append(tokens_in(inputs))
 

@@ -60,7 +60,6 @@ class _AfterStep(TrainerCallback):
         self._routers = routers
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Called after each update."""
         self._routers.step()
 
 
