@@ -50,7 +50,7 @@ class SearchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """The memory of one rank that is available for training."""
+    """The memory of one rank that is free, or available for training."""
 
     device_bytes: int
     host_bytes: int
@@ -218,42 +218,29 @@ def forecast_of(candidate: PlanCandidate) -> Forecast:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FreeMemory:
-    """One rank's free memory, as sent to the others."""
-
-    host: str
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int
-
-
-def _free_memory(model: nn.Module, device: torch.device, disk_bytes: int) -> _FreeMemory:
+def _free_memory(model: nn.Module, device: torch.device, disk_bytes: int) -> tuple[str, MemoryBudget]:
+    """Returns (the host of this rank, its free memory)."""
     free = 0
     if is_accelerator(device):
         _, free = device_left(device)
-    return _FreeMemory(
-        host=socket.gethostname(),
-        device_bytes=free,
-        host_bytes=host_bytes_for_plan(model.parameters(), host_bytes_left()),
-        disk_bytes=disk_bytes,
-    )
+    host_bytes = host_bytes_for_plan(model.parameters(), host_bytes_left())
+    return socket.gethostname(), MemoryBudget(device_bytes=free, host_bytes=host_bytes, disk_bytes=disk_bytes)
 
 
 def _memory_budget(
-    peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[_FreeMemory]
+    peers: tuple[int, ...], wanted: AutoPlan, device: torch.device, everyone: list[tuple[str, MemoryBudget]]
 ) -> MemoryBudget:
     """Returns the least memory of any rank that holds the model.
 
     Ranks of one host share its memory equally; without a GPU, device and host share it too.
     """
     own_memory = is_accelerator(device)
-    hosts = [theirs.host for theirs in everyone]
-    left = min(everyone[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
-    most = min(everyone[rank].device_bytes for rank in peers) if own_memory else left
+    hosts, free = zip(*everyone, strict=True)
+    left = min(free[rank].host_bytes // hosts.count(hosts[rank]) for rank in peers)
+    most = min(free[rank].device_bytes for rank in peers) if own_memory else left
     budget = most if wanted.budget_bytes is None else wanted.budget_bytes
     if budget > most:
         where = f"{device.type} memory for each of its ranks"
         raise ConfigError(f"budget={budget}: only {most} bytes of {where} are free; choose at most that, or None")
-    disk = min(everyone[rank].disk_bytes for rank in peers)
+    disk = min(free[rank].disk_bytes for rank in peers)
     return MemoryBudget(device_bytes=budget, host_bytes=left if own_memory else left - budget, disk_bytes=disk)
