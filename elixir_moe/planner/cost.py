@@ -1,17 +1,8 @@
 """The cost of a plan on a machine: the traffic and the seconds of a step.
 
-Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy.
-Derivations are in docs/cost_model.md. Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes per parameter are ours.
-
-A step of one rank::
-
-    |-- device: (products / peak + other traffic / bandwidth) / efficiency + overheads of parameters, units -|
-    |-- host link up: every gather of a host chunk -------|                                                |-- updates |
-    |-- host link down: every gradient of a host chunk ---|                                                |-- exposed |
-
-Transfers to and from the host overlap with compute and cost time only if they take longer, or where compute and fetches
-wait for each other: `timeline` tells for how long. Updates follow backward; those in host memory overlap with the next
-forward, as far as `timeline` says.
+Owns the formulas. Pure: the bytes come from `chunks.ledger`, the gathers from the runtime's own cache policy, and
+`timeline` has the waits of compute and fetches for each other. docs/cost_model.md has the terms and their derivations.
+Sources: Elixir v2, 4.1, 5.1 and A.1; the six bytes per parameter are ours.
 """
 
 from collections import Counter

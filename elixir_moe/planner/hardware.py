@@ -1,11 +1,8 @@
 """The speed of a machine: figures from a file that ships with the package or that the user provides.
 
 Owns `Hardware`, the format of its files and the messages about them. Never measures, which `measure` does.
-Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes per second, for n GPUs together.
-
-Optional in a file: `node_bandwidth`, without which there is one node; the disk's figures; `peer_to_peer`; `one_memory`;
-`grouped_kernel`; `unit_us`; `narrow_update` and `narrow_update_on_device`; `wires`, which give the figures of single
-process groups where `by_gpus` gives those of a number of ranks; `origins`; and `mean_error`.
+Source of the format: Elixir v2, Tables 4 and 5. Bandwidths are in 1e9 bytes per second, for n GPUs together. Figures
+with a default are optional in a file.
 """
 
 import json
@@ -115,7 +112,7 @@ class Hardware:
     narrow_update_on_device: _Speed = NARROW_UPDATE_ON_DEVICE
     """`narrow_update` on the device, where the update is made of torch's operators, unless the device is the CPU."""
     wires: tuple[Wire, ...] = ()
-    """Process groups that were measured."""
+    """Single process groups that were measured, whose figures go before those of `by_gpus`."""
     origins: Mapping[_Name, _Origin] = field(default_factory=dict)
     """{name of a figure: one of `ORIGINS`}; unknown for figures that are not listed."""
     mean_error: Annotated[float | None, ABOVE_0] = None

@@ -4,9 +4,7 @@ Owns the measurements and the cache file. Never chooses a plan. All ranks measur
 the same time: bandwidths are those of all ranks together. Times the runtime's own collectives and Adam.
 Source: Elixir v2, section 3 (hardware profiler).
 
-The cache is in ``$XDG_CACHE_HOME/elixir-moe`` (``~/.cache`` by default), with one file per description of a machine:
-processor, GPUs, ranks, threads, dtype, torch version (`describe`). A file for another machine or in another format is
-ignored with a warning, and the machine is measured again.
+docs/which_plan.md has the place of the cache, which has one file for each description of a machine (`describe`).
 """
 
 import hashlib

@@ -5,8 +5,6 @@ host updates. Pure: the rCache decides as in the runtime (`chunks.cache_policy`)
 fetch and update.
 
 The host is taken to run ahead of the device, as with a GPU: it asks for each fetch before the device is ready for it.
-Updates begin behind backward, as if gradients were clipped; or, with `in_backward`, once a chunk's gradients leave
-their block, as under `ShardedOptimizer.update_in_backward`.
 """
 
 import math
@@ -99,8 +97,8 @@ def elapsed_seconds(
 
     The `schedule` is that of one forward and backward, of which a step has `backwards`. There are compute seconds
     before each request and after the last, fetch seconds for each chunk, 0 if it does not cross the bus, and (chunk,
-    seconds) of each update in host memory. `in_backward`: updates begin in a step's last backward. Chunks `near` cross
-    the bus once a step.
+    seconds) of each update in host memory. Updates begin behind backward or, with `in_backward`, once a chunk's
+    gradients leave their block in a step's last backward. Chunks `near` cross the bus once a step.
     """
     cache, timeline = CacheState(blocks, schedule), Timeline(fetch_seconds, near)
     each = sum(compute_seconds)
