@@ -1,10 +1,9 @@
 """The exit of a process that still has process groups, as after an error.
 
-Owns the last action before Python finalizes. gloo's worker threads take Python's GIL to free the tensors of a finished
-collective. A worker that asks for the GIL while Python finalizes would end the process with SIGABRT
-(csrc/ending.hpp). Nothing shows whether a worker is done, and waiting for a worker whose peers are gone would hang, so
-such a worker is left blocked. It may hold the mutex of its process group, which the group's destructor needs. So all
-process groups are kept until the process has exited, including destroyed ones that torch's caches and meshes may hold.
+Owns the last action before Python finalizes: gloo's worker threads are left blocked where they ask for Python's GIL
+(docs/design/processes.md). A blocked one may hold the mutex of its process group, which the group's destructor needs.
+So all process groups are kept until the process has exited, including destroyed ones that torch's caches and meshes
+may hold.
 """
 
 import atexit

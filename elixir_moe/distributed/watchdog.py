@@ -2,11 +2,8 @@
 
 Owns the thread, the waits that ranks report outside their collectives, and the warnings of long waits. It uses the
 rendezvous store of torch.distributed, never a process group, which may hang. No result depends on the clock here: a
-wait is ended by the timeout of torch.distributed, or because ranks wait for each other.
-
-A rank that has waited for a second reports its wait, and reads those of the others. If ranks wait for each other
-(`deadlock_of`), each ends its own wait with an OutOfStepError. A wait that lasts for a period (`ELIXIR_WAIT_SECONDS`)
-causes a warning with the waits of the other ranks, once; if it fails, its error contains them too.
+wait is ended by the timeout of torch.distributed, or because ranks wait for each other (`deadlock_of`).
+docs/waiting.md has what a user sees.
 """
 
 import atexit
