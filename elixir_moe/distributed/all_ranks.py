@@ -40,14 +40,9 @@ def agree(
     remedy: str,
     error: type[ElixirError] = UsageError,
 ) -> None:
-    """Raises an error on all ranks unless `value` is the same on each of them. Collective.
+    """Raises an error on all ranks unless `value`, small plain data, is the same on each of them. Collective.
 
-    Args:
-        what: the value in words, for the message of `disagreement`, which `remedy` follows.
-        value: small plain data.
-        process_group: the ranks; by default the world.
-        remedy: what to change.
-        error: the type to raise.
+    The message is that of `disagreement` about `what`, followed by `remedy`, which says what to change.
     """
     everyone = gathered(value, process_group)
     found = disagreement(what, everyone, dist.get_process_group_ranks(process_group))

@@ -178,8 +178,7 @@ class Communicator:
             then: called once: in `wait` if `over_gloo`, otherwise at once (in stream order). It gets the sum of squares
                 too, if the reduction has computed it.
             place: memory for the sum, (numel / size,), so that `then` need not copy it; only if `over_gloo`.
-            tag: as in `all_gather`.
-            of: as in `all_gather`.
+            tag, of: as in `all_gather`.
         """
         slices = buffer.view(self.size, -1)
         if self._issued is None:
