@@ -129,8 +129,7 @@ class ElixirStrategy(DDPStrategy):
     ) -> torch.Tensor:
         """Calls `ShardedOptimizer.clip_grad_norm_`; `step` then refuses gradients that are not finite.
 
-        Raises:
-            UsageError: `norm_type` is not 2.
+        Raises UsageError unless `norm_type` is 2.
         """
         if norm_type != 2:
             raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")

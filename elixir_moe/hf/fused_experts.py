@@ -244,8 +244,7 @@ def group_experts(model: M) -> M:
 def run_adapters_unmerged(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Makes peft's adapters of fused experts compute their products separately from the weights', in place.
 
-    Returns:
-        The modules that it changed, each with its former class.
+    Returns the modules that it changed, each with its former class.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     for wrapper in list(adapted_stacks(model)):

@@ -40,8 +40,7 @@ class Halves(NamedTuple):
 def scheme_of(config: Mapping[str, Any], where: object) -> str | None:
     """The scheme that a ``config.json`` names for its weights; None if they are not quantized.
 
-    Raises:
-        ConfigError: the format of the weights is not supported.
+    Raises ConfigError if the format of the weights is not supported.
     """
     found = _quantization(config)
     if not found:

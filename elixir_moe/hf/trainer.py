@@ -227,8 +227,7 @@ class ElixirMixin(_Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; instead of a checkpoint that a kill left incomplete, resumes from the newest complete one before it.
 
-        Raises:
-            CheckpointError: there is none.
+        Raises CheckpointError if there is none.
         """
         if str(resume_from_checkpoint).lower() == "true":  # a string, from a command line
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True

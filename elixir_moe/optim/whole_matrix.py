@@ -45,12 +45,8 @@ class Matrix:
 def matrices(shape: Sequence[int], options: Mapping[str, Any]) -> Iterator[Matrix]:
     """Yields the matrices of a parameter: of two dims one, of more dims one for each index of the first ones.
 
-    Args:
-        shape: of the parameter.
-        options: of its group; `split_rows` and `split_columns` cut each matrix into parts, as `Muon` says.
-
-    Raises:
-        ConfigError: the parameter has less than two dims, or the parts do not make up the matrix.
+    `split_rows` and `split_columns` in the `options` of its group cut each matrix into parts. Raises ConfigError for a
+    parameter of less than two dims, and for parts that do not make up the matrix.
     """
     if len(shape) < 2:
         raise ConfigError(f"Muon updates matrices, and a parameter has the shape {tuple(shape)}: give it to AdamW")

@@ -28,10 +28,9 @@ TITLE = "Layers: elements on this rank by tier, cut where a chunk ends"
 
 
 def layers(chunks: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """The layers, one per row: elements by tier, with the number of each chunk.
+    """The layers in the `chunks` of `Inspection.facts`: elements by tier, with the number of each chunk.
 
-    Args:
-        chunks: those of `Inspection.facts`. Consecutive equal layers share a row.
+    Consecutive equal layers share a row.
     """
     found: dict[str, dict[tuple[int, str], int]] = {}
     for chunk in chunks:

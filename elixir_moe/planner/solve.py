@@ -428,10 +428,7 @@ def price(
 ) -> PlanCandidate:
     """Prices a plan, whether it fits or not; arguments after `plan` are computed unless given.
 
-    Given `loads`, the price is without the stall.
-
-    Raises:
-        PlanError: the plan cannot run: chunks too short, or rCache too small.
+    Given `loads`, the price is without the stall. Raises PlanError if chunks are too short or the rCache is too small.
     """
     if layout is None:
         layout = task.profile.step_order.counted(plan.layout(task.profile.params))

@@ -149,11 +149,7 @@ def partial_folders(directory: Path) -> list[Path]:
 
 
 def remove_abandoned(directory: Path) -> list[Path]:
-    """Removes unfinished folders of dead processes in `directory`; returns their paths.
-
-    Raises:
-        ConfigError: the file system has no locks.
-    """
+    """Removes unfinished folders of dead processes in `directory`; returns their paths. Raises as `lock`."""
     return [path for path in partial_folders(directory) if _remove_if_dead(path)]
 
 
@@ -184,8 +180,7 @@ def remove_owned(path: Path) -> None:
 def lock(descriptor: int, path: Path, *, shared: bool = False) -> bool:
     """Locks the open file of this path without waiting; False if another process holds the lock.
 
-    Raises:
-        ConfigError: the file system has no locks.
+    Raises ConfigError if the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -82,8 +82,7 @@ class Wrapped:
 def require_wrapped(model: nn.Module, what: str, otherwise: str = "") -> Wrapped:
     """Returns the record that `wrap` left on the model.
 
-    Raises:
-        UsageError: there is none. `what` names the caller, `otherwise` a remedy.
+    Raises UsageError if there is none; `what` names the caller, `otherwise` a remedy.
     """
     wrapped: Wrapped | None = getattr(model, "_elixir", None)
     if wrapped is None:

@@ -34,8 +34,7 @@ from elixir_moe.wrapping.resolve_plan import Resolved
 def build(request: Request, resolved: Resolved, allocated: Allocated, chunks: Sequence[Chunk]) -> ShardedOptimizer:
     """Builds what moves the weights of `chunks`, and marks the model as wrapped. Collective.
 
-    Raises:
-        TierError: the device has too little memory for the buffer of reductions; on all ranks.
+    Raises TierError on all ranks if the device has too little memory for the buffer of reductions.
     """
     wrapped = make_on_all_ranks("built what moves weights", lambda: _build(request, resolved, allocated, list(chunks)))
     model, optimizer = request.model, wrapped.optimizer

@@ -24,11 +24,7 @@ def random_states() -> Any:
 
 
 def read_random_states(encoded: Any, where: str) -> dict[str, Any]:
-    """Decodes `random_states`. Tests the states on new generators; those of this process do not change.
-
-    Raises:
-        CheckpointError: a state is invalid.
-    """
+    """Decodes `random_states`, and tests the states on new generators. Raises CheckpointError for an invalid state."""
     states = decode(encoded, where)
     try:
         torch.Generator().set_state(states["torch"])

@@ -151,8 +151,7 @@ def export_huggingface(
 def export_torch(whole: Whole, out: Path, *, dtype: torch.dtype | None = None) -> list[Path]:
     """Writes a new file with the plain model's state dict, for ``torch.load(..., weights_only=True)``.
 
-    Raises:
-        CheckpointError: the file exists.
+    Raises CheckpointError if the file exists.
     """
     tensors: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = dict.fromkeys(whole._manifest.keys) | whole.extra_states()
