@@ -349,18 +349,14 @@ class Pretrained:
                 f"weights={str(self._folder)!r}: the model has its weights already, and the folder's would not be "
                 f"read. Build it under em.sharded_init() or torch.device('meta'), or leave weights= out"
             )
-        left = [name for name in self._sources if name not in named and not self._is_no_loss(name)]
+        # The model's class declares which tensors a folder may have in addition.
+        no_loss = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        left = [n for n in self._sources if n not in named and not any(re.search(known, n) for known in no_loss)]
         if left and dist.get_rank() == 0:
             warnings.warn(
                 f"{self._folder} has {len(left)} tensors that the model lacks, such as {left[0]!r}: they are not read",
                 stacklevel=2,
             )
-
-    def _is_no_loss(self, name: str) -> bool:
-        """Whether the model's class declares that folders may have such a tensor, which it does not need."""
-        return any(
-            re.search(known, name) for known in getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        )
 
     def _other_values(self, tensor: Tensor, key: str) -> str | None:
         """A name under which the folder has other values of the tensor than under `key`; only rank 0 compares."""
