@@ -341,7 +341,8 @@ class _Recorder(TorchDispatchMode):
                     f"{_caller()} calls {func}, which em.sharded_init cannot record: build that module outside the "
                     f'context, or its tensors with device="cpu"'
                 ) from error
-            results = self._shaped_by_values(func, args, kwargs)
+            real_args, real_kwargs = tree_map(_value, (args, kwargs))  # torch does not run it on meta, like `geqrf`
+            results = tree_map(lambda a: a.to(_META) if _is_tensor(a) else a, func(*real_args, **real_kwargs))
         leaves = tree_leaves(results)
         fresh = [i for i, t in enumerate(leaves) if _is_tensor(t) and record_of(t) is None]
         operands = [t for t in tree_leaves((args, kwargs)) if _is_tensor(t) and t.is_meta]
@@ -363,11 +364,6 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": self._device}
         self._append(func, args, kwargs, made, list(before), list(written), random)
         return results
-
-    def _shaped_by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The results on meta of an operator that torch does not run there, such as `geqrf`."""
-        real_args, real_kwargs = tree_map(_value, (args, kwargs))
-        return tree_map(lambda a: a.to(_META) if _is_tensor(a) else a, func(*real_args, **real_kwargs))
 
     def _append(
         self,
