@@ -170,8 +170,9 @@ def _longest_run(signatures: Sequence[Any]) -> tuple[int, int, int] | None:
 
 def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
     """Returns all that the execution of each layer may depend on, except settings that only number the layers."""
+    plain = (bool, int, float, str)
     settings = [
-        {(name, key): value for name, m in layer.named_modules() for key, value in vars(m).items() if _is_plain(value)}
+        {(name, key): v for name, m in layer.named_modules() for key, v in vars(m).items() if isinstance(v, plain)}
         for layer in layers
     ]
     counting = {
@@ -188,7 +189,3 @@ def _signatures(layers: Sequence[nn.Module]) -> list[Any]:
         )
         for layer, mine in zip(layers, settings, strict=True)
     ]
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
