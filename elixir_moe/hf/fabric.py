@@ -157,8 +157,9 @@ class ElixirStrategy(DDPStrategy):
         if filter or storage_options is not None:
             raise UsageError("fabric.save: a checkpoint of elixir_moe takes no filter and no storage_options")
         model, optimizer = _both(state)
-        rest = {name: _saved(value) for name, value in state.items() if not isinstance(value, _Part)}
-        save(path, model, optimizer, extra=rest)
+        rest = {name: value for name, value in state.items() if not isinstance(value, _Part)}
+        extra = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in rest.items()}
+        save(path, model, optimizer, extra=extra)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -195,7 +196,3 @@ def _both(state: Any) -> tuple[nn.Module, ShardedOptimizer]:
             f'{{"model": model, "optimizer": optimizer}}'
         )
     return models[0], optimizers[0]
-
-
-def _saved(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
