@@ -7,7 +7,6 @@ may hold.
 """
 
 import atexit
-from collections.abc import Iterator
 from functools import cache
 from weakref import WeakSet
 
@@ -33,12 +32,8 @@ def _seen() -> WeakSet[dist.ProcessGroup]:
 
     def keep() -> None:
         seen.update(process_groups())
-        _native.begin_exit([backend for group in seen for backend in _gloo_backends(group)])
+        backends = [backend_on(group, device) for group in seen for device in devices_of(group)]
+        _native.begin_exit([backend for backend in backends if backend.name() == "gloo"])
 
     atexit.register(keep)
     return seen
-
-
-def _gloo_backends(group: dist.ProcessGroup) -> Iterator[object]:
-    backends = (backend_on(group, device) for device in devices_of(group))
-    return (backend for backend in backends if backend.name() == "gloo")
