@@ -418,7 +418,7 @@ def _compare(facts: list[_Facts]) -> None:
             [found.extra_digest for found in facts],
             "put values that differ between ranks into a list of all (torch.distributed.all_gather_object)",
         ),
-        ("frozen", [_in_order(found.frozen) for found in facts], "pass one value"),
+        ("frozen", [f.frozen if isinstance(f.frozen, bool) else sorted(f.frozen) for f in facts], "pass one value"),
         ("asynchronous", [found.asynchronous for found in facts], "pass one value"),
         (
             "the buffers",
@@ -429,10 +429,6 @@ def _compare(facts: list[_Facts]) -> None:
     ):
         if (different := disagreement(what, everyone)) is not None:
             raise CheckpointError(f"{different}: {remedy}")
-
-
-def _in_order(frozen: bool | frozenset[str]) -> bool | list[str]:
-    return frozen if isinstance(frozen, bool) else sorted(frozen)
 
 
 def _base(model: nn.Module, wrapped: Wrapped, written: frozenset[str], process_group: dist.ProcessGroup) -> Base | None:
