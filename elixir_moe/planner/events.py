@@ -451,11 +451,7 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(forward * (2.5 if backward else 1) * (0.5 if causal else 1))  # five products where forward has two
 
 
-_UNREGISTERED = (
-    GROUPED_MM,
-    FLASH_ON_CPU,
-    FLASH_ON_CPU_BACKWARD,
-)
+_UNREGISTERED = (GROUPED_MM, FLASH_ON_CPU, FLASH_ON_CPU_BACKWARD)
 
 
 def _nbytes(tensor: Tensor) -> int:

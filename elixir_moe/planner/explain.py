@@ -13,13 +13,8 @@ from elixir_moe.planner.solve import PlanCandidate, price
 
 def explain(candidate: PlanCandidate) -> str:
     """Describes the plan, its memory and time on one rank, and the time that each choice saves."""
-    task, plan, layout, size, seconds = (
-        candidate.task,
-        candidate.plan,
-        candidate.layout,
-        candidate.size,
-        candidate.seconds,
-    )
+    task, plan, layout = candidate.task, candidate.plan, candidate.layout
+    size, seconds = candidate.size, candidate.seconds
     blocks, chunks, (device_bytes, host_bytes) = plan.blocks(layout), len(layout.chunks), task.held_bytes(size)
     tflops = cost.tflops_per_gpu(task.profile, seconds.step, task.accumulation)
     activations = cost.activations(task.profile, task.imbalance)
