@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace, log: Path, end: float) -> int:
     print(f"{journal.device or 'no GPU: toys on the CPU'}; the library: {machine['library']}", flush=True)
     environment = (
         path_of(site if options.wheels else None)
-        | _extensions(HERE.with_name("torch_extensions"))
+        | _extensions(HERE.with_name("torch_extensions"), machine.get("capability"))
         | {"XDG_CACHE_HOME": str(HERE.with_name("gpu-proof-cache"))}  # the machine is measured once for all
         | _network()
     )
@@ -95,11 +95,14 @@ def _write(journal: Journal, log: Path) -> str:
     return text
 
 
-def _extensions(folder: Path) -> dict[str, str]:
-    """Where DeepSpeed compiles its kernels: once for all steps, and without the locks that a killed step has left."""
+def _extensions(folder: Path, capability: list[int] | None) -> dict[str, str]:
+    """Where DeepSpeed compiles its kernels, and for which GPU: once for all steps, and without the locks that a killed
+    step has left. It cannot read the names of architectures that end in a letter, which a machine may have set.
+    """
     for lock in folder.glob("**/lock"):
         lock.unlink()
-    return {"TORCH_EXTENSIONS_DIR": str(folder)}
+    found = {"TORCH_EXTENSIONS_DIR": str(folder)}
+    return found | ({"TORCH_CUDA_ARCH_LIST": ".".join(map(str, capability))} if capability else {})
 
 
 def _network() -> dict[str, str]:

@@ -59,7 +59,7 @@ def _rows(journal: Journal) -> list[str]:
                     continue
                 row = compared(journal, model, contender, accumulation)
                 what = [model, *([row["layers"], f"{row['parameters'] / 1e9:.3g} B"] if row else ["", ""])]
-                what += [limit or "all", accumulation, contender]
+                what += [limit, accumulation, contender]
                 lines.append("| " + " | ".join(map(str, what + _figures(row, result))) + " |")
     return lines
 
