@@ -2,14 +2,6 @@
 
 Owns the contents of a save, their division among ranks, and the steps of a save, synchronous or in the background.
 
-Why not `torch.distributed.checkpoint`: its planner works on boxes, but a shard of a chunk is a run of elements, so each
-tensor would have to be cut into several. Its metadata is a pickle and its files have no hash, so reader, writer and
-metadata would have to be ours anyway. Only the intersection of boxes would remain, which is `shard_ranges`.
-
-Why a thread: a background save copies, writes and hashes without the GIL. A separate process would need the shards in
-shared memory, and could outlive the training. The thread has its own process group, so its collectives are independent
-of the training's.
-
 Before an asynchronous `save` returns, it copies everything that user code can change unnoticed: buffers, and shards
 that parameters view in place. Anything else changes only by an update, a load, or a user's write that is stored in the
 shard; each of these waits until the thread has copied everything (`Gate.wait_for_reader`). Updates of the last step
