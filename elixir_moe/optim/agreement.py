@@ -97,7 +97,7 @@ class StepDecision:
         groups: ControlGroups,
         routers: Routers,
         on_device: Communicator | None,
-        early: EarlyUpdates | None = None,
+        early: EarlyUpdates | None,
     ) -> None:
         """`chunks` are the trainable ones. `routers` forget their counts when gradients are dropped. `on_device` sums
         the norm on the device, so that the host does not wait for it.

@@ -66,9 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: ControlGroups,
         files: Sequence[DiskFile],
         routers: Routers,
-        on_device: Communicator | None = None,
+        on_device: Communicator | None,
         *,
-        seed: int = 0,
+        seed: int,
     ) -> None:
         """`on_device` sums the norm over all ranks of the model on the device; given only if the norm is the one thing
         for which the host would wait. `seed` is that of stochastic rounding.
