@@ -228,7 +228,7 @@ class ShardedParameter(nn.Parameter):
 
 
 class ReadOnly(torch.Tensor):
-    """A copy of a weight that raises on writes, since they would not reach the weight."""
+    """A copy of a weight that raises on writes that change it, since they would not reach the weight."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,6 +240,8 @@ class ReadOnly(torch.Tensor):
         if any(
             isinstance(tensor, ReadOnly) for tensor in (written if isinstance(written, (list, tuple)) else [written])
         ):
+            if isinstance(written, ReadOnly) and "out" not in kwargs and _leaves(func, args, kwargs):
+                return written
             raise UsageError(f"{name} on a copy of a wrapped parameter would be lost: {_HOW_TO_WRITE}")
         if name in _ADDRESSING - {"numpy", "__array__"}:
             _refuse_address(name, "a copy of a wrapped parameter")
@@ -351,6 +353,14 @@ def _writes(name: str, args: tuple[Any, ...]) -> bool:
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
     return name.endswith("_")
+
+
+def _leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that writes to its first argument leaves it as it is, as a clamp to wide limits does."""
+    with DisableTorchFunctionSubclass():
+        tried = args[0].clone()
+        func(tried, *args[1:], **kwargs)
+        return torch.equal(tried, args[0])
 
 
 def _still_read_only(result: Any, addresses: set[int]) -> Any:

@@ -544,6 +544,17 @@ def test_a_copy_of_a_weight_is_read_and_not_written(pair: Pair, take: Callable[[
     assert not torch.equal(bias.detach(), before)
 
 
+@pytest.mark.parametrize("leave", [lambda copy: copy.clamp_(-9, 9), lambda copy: copy.mul_(1.0)], ids=["clamp", "mul"])
+def test_a_write_that_changes_no_copy_is_let_through(pair: Pair, leave: Callable[[Tensor], Tensor]) -> None:
+    """Gemma 3n clamps a weight through ``.data`` in each forward, to limits that it does not reach."""
+    bias = pair[0].last.bias
+    copy = bias.data
+    assert leave(copy) is copy and torch.equal(copy, bias)
+    with pytest.raises(em.UsageError, match="would be lost"):
+        copy.clamp_(9, 10)
+    assert torch.equal(copy, bias)
+
+
 ADDRESSES: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda p: p.numpy(),
     "data_ptr": lambda p: p.data_ptr(),
