@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,12 +115,11 @@ class ElixirAccelerator(Accelerator):
         self._adopt(plan, wrap)
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, plan: Plan | AutoPlan | None, wrap: dict[str, Any] | None) -> Self:
+    def adopt(cls, accelerator: Accelerator, plan: Plan | AutoPlan | None, wrap: dict[str, Any] | None) -> None:
         """Converts an existing accelerator to this class. Raises ConfigError like the constructor."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator._adopt(plan, wrap)
-        return accelerator
 
     def _adopt(self, plan: Plan | AutoPlan | None, options: dict[str, Any] | None) -> None:
         if self.distributed_type not in _SERVED:

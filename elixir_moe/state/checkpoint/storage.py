@@ -114,21 +114,18 @@ def is_checkpoint(path: Path) -> bool:
     return not path.is_symlink() and _HEAD.match(_head(path)) is not None
 
 
-def retain(directory: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints in `directory` but the `keep` latest, except links and damaged ones; returns their paths.
+def retain(directory: Path, keep: int) -> None:
+    """Removes all checkpoints in `directory` but the `keep` latest, except links and damaged ones.
 
     A checkpoint that cannot be removed stays, with a warning, since the save itself has succeeded.
     """
     found = [(path, manifest) for path, manifest in checkpoints(directory) if not path.is_symlink()]
     whole = [path for path, manifest in found if isinstance(manifest, Manifest)]
-    removed = []
     for path in whole[:-keep]:
         try:
             remove(path)
-            removed.append(path)
         except (ElixirError, OSError) as error:
             warnings.warn(f"{path} stays, although keep={keep}: {error}", stacklevel=2)
-    return removed
 
 
 def next_save_time(directory: Path) -> int:
