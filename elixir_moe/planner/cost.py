@@ -21,7 +21,7 @@ F_ALLOC = 0.95
 """Usable fraction of device memory (v2, A.1)."""
 F_FRAG = 1.25
 """Memory of activations, fragmentation included, relative to their bytes (v2, A.1)."""
-_SUM_TRAFFIC = 18
+SUM_TRAFFIC = 18
 """Bytes of device memory that are read and written for each element of a gradient of 16 bits, to widen it and to add it
 to the sum of a pass."""
 _GIGA = 1e9
@@ -289,7 +289,7 @@ def seconds(
     """
     links, fitted = hardware.links(gpus), hardware.fitted
     passes = -(-accumulation // together)
-    summed = (accumulation - passes) * _SUM_TRAFFIC * profile.trained_numel
+    summed = (accumulation - passes) * SUM_TRAFFIC * profile.trained_numel
     flops = profile.flops + (imbalance - 1) * sum(e.expert_flops for e in profile.exchanges)
     exchange = sum(hardware.exchange_seconds(range(e.ep), e.times * e.nbytes) for e in profile.exchanges) * imbalance
     exchange += sum(hardware.gather_seconds(sent.ranks, sent.nbytes, sent.times) for sent in profile.sent)

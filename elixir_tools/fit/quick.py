@@ -1,13 +1,14 @@
 """Whether a step fits and how long it takes, in formulas: no trace, no layout and no search.
 
 Owns the formulas. They know a transformer by its config and by the shapes of its parameters, and hold for layers that
-are recomputed in backward. Bytes and operations of a step are `Profile`'s, seconds are `cost`'s, and state is spread
-over the tiers as a search would: as much on the device as fits, the rest in host memory, then on disk. The coefficients
-are fitted to traces; `docs/quick_error.py` compares the answers with exact ones.
+are recomputed in backward. Bytes and operations of a step are `Profile`'s, seconds are `cost`'s, and memory is divided
+as a search would: blocks for more or less of the weights, state in the rest of the device, then in host memory, then on
+disk. The coefficients are those of traces; `docs/quick_error.py` compares the answers with exact ones.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,19 +21,28 @@ from elixir_moe.ext.plans import Precision, Tier
 from elixir_tools.fit.figures import Figures
 
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_SUM_BYTES = 4
+"""An element of a sum of gradients."""
 _HEAD_PASSES = 2
 """Products of a frozen head in a loss without logits: the logits, and the gradient of what the head reads."""
 _ATTENTION = 9
 """Operations of causal attention for each token, token of its row and element of a query: 2, 2 again, 5 backward."""
 _EAGER_ATTENTION = 16
 """Operations where scores are computed whole."""
-_SCORE_BYTES, _SCORE_TRAFFIC = 5.2, 90
+_SCORE_BYTES, _SCORE_TRAFFIC = 5.2, 78
 """Bytes held, and read and written, of each score that is computed whole."""
-_WIDTH_TRAFFIC, _INNER_TRAFFIC, _VOCABULARY_TRAFFIC = 384, 50, 30
-"""Bytes read and written in a layer for each element of a token's width, queries, keys and values; of the inner width
-of its MLPs; and in the loss for each entry of the vocabulary."""
-_ROUTED = 1.3
-"""A routed row, in elements of the inner width."""
+_WIDTH_TRAFFIC, _QUERY_TRAFFIC, _KEY_TRAFFIC, _ROUTED_TRAFFIC = 48, 72, 36, 52
+"""Bytes read and written in forward, recomputation and backward of a layer, without its norms and adapters, for each
+element of a token's width, of its queries, of its keys and values, and of the rows that its experts are given."""
+_INNER_TRAFFIC, _CLAMPED_TRAFFIC = 42, 150
+"""Likewise for the inner width of its MLPs, and where their activation is clamped."""
+_NORM_TRAFFIC, _SCALE_TRAFFIC = 160, 8
+"""Bytes of a norm for each element, and more if its weight is trained."""
+_ADAPTER_TRAFFIC, _EXPERT_TRAFFIC = (6, 24), (6, 12)
+"""Bytes of an adapter for each element that it reads, and that it adds to; likewise of an expert's."""
+_ENTRY_TRAFFIC, _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 60, 44, 16
+"""Bytes of a loss without logits for each token and entry of the vocabulary, of one with logits, and for each element
+of a head that is trained."""
 _LAYER_BYTES, _ROUTED_BYTES = 14, 8.4
 """Bytes held in the backward of a layer for each element of a token's width and of its inner width, and of routed
 rows."""
@@ -40,6 +50,8 @@ _LOSS_BYTES = 8
 """Bytes held in the loss for each element of a token's width, besides a gradient of the head in two dtypes."""
 _BLOCKS = 2
 """Largest layers that are gathered at once: one in use, and one on its way."""
+_CACHED = tuple(part / 8 for part in range(9))
+"""Parts of the weights for which blocks are tried."""
 _FORWARD = 0.25
 """Part of the products of a step that are its forward's, behind which updates in host memory hide."""
 _TILED_IN_DEVICE = 0.25
@@ -57,6 +69,8 @@ class Step:
     frozen_bytes: int
     values_bytes: int
     """Bytes of all weights as a step reads them."""
+    numel: int
+    """Elements of all weights as they lie in chunks, quantized ones packed."""
     layer_bytes: int
     """Bytes of the largest layer, embedding or head."""
     layer_trained_bytes: int
@@ -81,7 +95,7 @@ def step_of(
     layers = _layers(model)
     products = 0.0
     groups: dict[str, list[int]] = {}
-    trained, frozen_bytes, decoded = 0, 0, 0.0
+    trained, frozen_bytes, decoded, traffic = 0, 0, 0.0, 0.0
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     for name, p, layer in _parameters(model, layers):
         numel, wide = behind.get(p, logical_numel(p)), p.is_floating_point()
@@ -97,6 +111,8 @@ def step_of(
             # the last product of a layer is not run again, unless something of the layer reads its result
             last = name.endswith("mlp.down_proj.weight") and p.requires_grad and not sizes.reads_last
             products += 2 * tokens * numel * share * (3 + p.requires_grad - last)
+        if layer.isdigit():
+            traffic += tokens * _of_norms_and_adapters(name, p, sizes)
         if p in schemes:
             decoded += 3 * numel * bytes_a_weight(schemes[p], dtype, native=True)
     head_numel, head_trains = sizes.vocabulary * sizes.width, head is not None and head.requires_grad
@@ -104,11 +120,11 @@ def step_of(
     eager = getattr(config, "_attn_implementation", "sdpa") == "eager"
     scores = tokens * seq * sizes.heads
     attention = (_EAGER_ATTENTION if eager else _ATTENTION) * tokens * seq * sizes.queries * len(layers)
-    inner = sizes.inner + _ROUTED * sizes.routed
-    traffic = (
-        len(layers) * tokens * (_WIDTH_TRAFFIC * (sizes.width + sizes.queries + sizes.keys) + _INNER_TRAFFIC * inner)
-    )
-    traffic += _VOCABULARY_TRAFFIC * tokens * sizes.vocabulary + decoded + eager * _SCORE_TRAFFIC * scores * len(layers)
+    each = _WIDTH_TRAFFIC * sizes.width + _QUERY_TRAFFIC * sizes.queries + _KEY_TRAFFIC * sizes.keys
+    each += _ROUTED_TRAFFIC * sizes.routed + (_CLAMPED_TRAFFIC if sizes.clamps else _INNER_TRAFFIC) * sizes.inner
+    traffic += len(layers) * (tokens * each + eager * _SCORE_TRAFFIC * scores) + decoded
+    traffic += (_ENTRY_TRAFFIC if fused else _LOGIT_TRAFFIC) * tokens * sizes.vocabulary
+    traffic += _HEAD_TRAFFIC * head_numel * head_trains
     kept = len(layers) * tokens * sizes.width * dtype.itemsize
     within = tokens * (_LAYER_BYTES * (sizes.width + sizes.inner) + _ROUTED_BYTES * sizes.routed)
     within += eager * _SCORE_BYTES * scores
@@ -140,6 +156,7 @@ def step_of(
         trained=trained,
         frozen_bytes=frozen_bytes,
         values_bytes=sum(nbytes for nbytes, _ in groups.values()),
+        numel=sum(p.numel() for p in model.parameters()),
         layer_bytes=max(nbytes for nbytes, _ in groups.values()),
         layer_trained_bytes=layer_trained,
         layers=len(layers),
@@ -147,46 +164,76 @@ def step_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to keep weights and state, as a search chooses among plans."""
+
+    regions: int
+    """Whether the inputs of layers are in host memory: 0 or 1."""
+    cached: float
+    """The part of the weights for which there are blocks, if a step does not need more. State takes the rest of the
+    device."""
+    values_on_disk: bool
+    """Whether values and sums of gradients are on disk with the state that is there."""
+
+
 def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Figures:
     """The answer for the machine of `task`, whose profile is the step's; elements have `itemsize` bytes."""
-    kept = (0,) if task.hardware.one_memory else (0, 1)
-    found = [_placed(step, task.keeping(regions), precision, itemsize) for regions in kept]
+    summed = (task.accumulation - task.passes) * cost.SUM_TRAFFIC * step.trained // task.accumulation
+    profile = replace(task.profile, traffic_bytes=task.profile.traffic_bytes + summed)
+    task = replace(task, profile=profile)
+    regions = (0,) if task.hardware.one_memory else (0, 1)
+    ways = product(regions, _CACHED, (False, True) if task.disk_bytes else (False,))
+    found = [_placed(step, task, _Way(*way), precision, itemsize) for way in ways]
     return min(found, key=lambda found: (sum(found.missing.values()), found.seconds.step))
 
 
-def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figures:
+def _placed(step: Step, task: Task, way: _Way, precision: Precision, itemsize: int) -> Figures:
+    task = task.keeping(way.regions)
     ranks, allowed, host = task.gpus, task.allowed_bytes, task.host_bytes
-    sums = 4 if task.passes > 1 else 0
+    sums = _SUM_BYTES if task.passes > 1 else 0
     state = _STATE_BYTES[precision.master] + task.moments * _STATE_BYTES[precision.moments]
-    whole = (step.trained * (itemsize + state + sums) + step.frozen_bytes) // ranks
-    widened = step.layer_trained_bytes * 4 // itemsize if ranks > 1 else 0
+    numel, frozen = step.trained // ranks, step.frozen_bytes // ranks
+    whole = numel * (itemsize + state + sums) + frozen
+    widened = step.layer_trained_bytes * _SUM_BYTES // itemsize if ranks > 1 else 0
     blocks = _BLOCKS * step.layer_bytes + step.layer_trained_bytes + widened
     if step.can_tile:
         blocks = min(blocks, int(_TILED_IN_DEVICE * task.capacity_bytes))
     if ranks == 1 and whole + step.layer_trained_bytes <= allowed:
         blocks = step.layer_trained_bytes  # weights are used where they are
-    on_device = max(0, min(whole, allowed - blocks))
-    away = whole - on_device
-    on_host = min(away, max(host, 0)) if task.disk_bytes else away
-    on_disk = away - on_host
-    missing = {Tier.DEVICE: blocks - allowed, Tier.HOST: on_host - host}
-    if task.disk_bytes:
+    blocks = max(blocks, min(int(way.cached * step.values_bytes), allowed))
+    room = max(0, allowed - blocks)
+    in_memory = 0 if way.values_on_disk else numel * (itemsize + sums)  # even if all state is on disk
+    away, disk = max(0.0, 1 - room / whole) if whole else 0.0, 0.0  # parts of the whole, and of what is away
+    if task.hardware.one_memory:
+        disk = float(bool(task.disk_bytes) and away > 0)
+        away = min(1.0, away * whole / (whole - in_memory)) * disk
+    elif task.disk_bytes and away:
+        disk = min(1.0, max(0.0, away * whole - host) / (away * (whole - in_memory)))
+    held = int((1 - away) * whole) + blocks
+    on_host = int(away * ((1 - disk) * whole + disk * in_memory))
+    on_disk = int(away * disk * (numel * (state + way.values_on_disk * (itemsize + _SUM_BYTES)) + frozen))
+    missing = {tier: nbytes for tier, nbytes in task.missing_bytes(held, on_host).items() if nbytes > 0}
+    if task.disk_bytes and on_disk > task.disk_bytes:
         missing[Tier.DISK] = on_disk - task.disk_bytes
-    outside, disk = (away / whole, on_disk / whole) if whole else (0.0, 0.0)
-    cached = min(1.0, blocks / step.values_bytes)
-    gathers = task.passes * (2 - cached)
-    numel = step.trained // ranks
-    in_host = int(outside * step.frozen_bytes)  # frozen weights lie once in a host's memory, and each rank fetches all
-    fetched = gathers * (in_host + outside * step.trained * itemsize / ranks)
-    gathered = gathers * (step.trained * itemsize + step.frozen_bytes - in_host)
+
+    served = step.values_bytes * (away if ranks == 1 else 1)  # one rank uses in place what is on its device
+    again = 1 - min(1.0, blocks / served) if served else 0.0
+    gathers = 1 + (2 * task.passes - 1) * again  # an update ends what is cached of trained weights
+    frozen_gathers = 2 * task.passes * again
+    in_host = away * (1 - disk) * step.frozen_bytes  # frozen weights lie there once, and each rank fetches all
+    read = frozen_gathers * away * disk * frozen
+    values = gathers * away * numel * itemsize
+    gathered = gathers * step.trained * itemsize + frozen_gathers * (step.frozen_bytes - in_host)
     reduced = task.passes * step.trained * 4
     everyone, narrow = tuple(range(ranks)), precision.is_narrow
-    on_gpu, on_cpu, on_nvme = (int(numel * share) for share in (1 - outside, outside - disk, disk))
+    on_gpu, on_cpu, on_nvme = (int(numel * share) for share in (1 - away, away * (1 - disk), away * disk))
+    summed = on_nvme * _SUM_BYTES * way.values_on_disk
     moved = cost.Traffic(
-        fetched_bytes=int(fetched),
-        read_bytes=0,
-        offloaded_bytes=int(task.passes * outside * numel * itemsize),
-        summed_bytes=0,
+        fetched_bytes=int(frozen_gathers * in_host + read + values),
+        read_bytes=int(read + way.values_on_disk * disk * values),
+        offloaded_bytes=int(task.passes * away * numel * itemsize),
+        summed_bytes=summed,
         kept_bytes=task.accumulation * task.kept_bytes // task.together,
         gathered_bytes=int(gathered) * (ranks > 1),
         reduced_bytes=reduced * (ranks > 1),
@@ -194,16 +241,17 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         host_numel=on_cpu,
         narrow_numel=(on_gpu * narrow, on_cpu * narrow),
         disk_numel=on_nvme,
-        disk_read_bytes=on_nvme * state,
-        disk_written_bytes=on_nvme * state,
+        disk_read_bytes=on_nvme * state + summed,
+        disk_written_bytes=on_nvme * (state + way.values_on_disk * itemsize),
         collectives=((everyone, int(gathered + reduced), 3 * step.layers),) if ranks > 1 else (),
-        gathered_numel=step.profile.parameters,
+        gathered_numel=step.numel,
         units=step.layers,
     )
     seconds = task.seconds(moved)
+    # a forward waits for the update of its first chunk, which is taken to be as long as a layer
     forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.passes
-    hidden = min(seconds.host_update, outside * forward) if task.overlaps_updates else 0.0
-    held = min(on_device + blocks, allowed) if blocks <= allowed else on_device + blocks
+    first = min(1.0, step.layer_bytes / (step.trained * itemsize)) if step.trained else 0.0
+    hidden = min((1 - first) * seconds.host_update, away * forward) if task.overlaps_updates else 0.0
     return Figures(
         task=task,
         exact=False,
@@ -212,7 +260,7 @@ def _placed(step: Step, task: Task, precision: Precision, itemsize: int) -> Figu
         disk_bytes=on_disk,
         seconds=replace(seconds, hidden_update=hidden),
         moved=moved,
-        missing={tier: nbytes for tier, nbytes in missing.items() if nbytes > 0},
+        missing=missing,
     )
 
 
@@ -235,6 +283,8 @@ class _Sizes:
     """Elements of the rows that its experts are given."""
     reads_last: bool
     """Whether a layer has a norm behind its MLP."""
+    clamps: bool
+    """Whether its MLPs clamp what they multiply."""
 
     @classmethod
     def of(cls, config: Any) -> "_Sizes":
@@ -269,12 +319,26 @@ class _Sizes:
             active=active,
             routed=active * width,
             reads_last="gemma" in config.model_type,
+            clamps=config.model_type == "gpt_oss",
         )
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=nn.ModuleList())
+
+
+def _of_norms_and_adapters(name: str, p: nn.Parameter, sizes: _Sizes) -> float:
+    """Bytes that a token reads and writes for a norm or an adapter of a layer."""
+    *_, module, own = name.split(".")
+    if "norm" in module and own == "weight":
+        elements = {"q_norm": sizes.queries, "k_norm": sizes.keys // 2}.get(module, p.numel())
+        return elements * (_NORM_TRAFFIC + _SCALE_TRAFFIC * p.requires_grad)
+    if ".lora_" not in name:
+        return 0
+    rows, each = (sizes.active, _EXPERT_TRAFFIC) if ".experts." in name else (1, _ADAPTER_TRAFFIC)
+    adds = ".lora_B." in name
+    return rows * each[adds] * p.shape[1 - adds]
 
 
 def _parameters(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[str, nn.Parameter, str]]:

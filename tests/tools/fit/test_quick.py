@@ -40,6 +40,38 @@ def test_formulas_are_near_what_a_trace_and_a_search_find(monkeypatch: pytest.Mo
     sys.modules.pop("speed_of_light", None)
 
 
+MANY_EXPERTS = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 64, "num_experts_per_tok": 4, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+WIDE = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MANY_EXPERTS, ["--ram", "32 GiB", "--budget", "1600 MiB", "--qlora", "--seq", "512"]),
+        (WIDE, ["--ram", "6 GiB", "--budget", "6 GiB", "--disk-size", "1 TB", "--full", "--seq", "2048"]),
+    ],
+    ids=["packed experts", "values and sums on disk"],
+)
+def test_many_micro_batches_take_what_a_search_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, object], words: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["plan", str(tmp_path), "--gpu", "rtx-4090", *words, "--batch", "1", "--accumulation", "16", "--json"]
+    found = []
+    for more in (["--quick"], []):
+        assert main([*asked, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["predicted"])
+    quick, exact = found
+    assert quick["step_seconds"] == pytest.approx(exact["step_seconds"], rel=USUAL_ERROR)
+
+
 def test_every_model_that_ships_has_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     for name in names():
         code = main(["plan", name, "--gpu", "h100", "--gpus", "8", "--ram", "2 TiB", "--qlora", "--quick", "--json"])
