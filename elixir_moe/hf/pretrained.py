@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -438,7 +439,10 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Returns `names_of`; for a model with peft's adapters, the names before peft, without tensors that peft added."""
+    """Returns `names_of`; for a model with peft's adapters, the names before peft, without tensors that peft added.
+
+    peft's copy of a tied weight has all names of that weight, its own first.
+    """
     found, configs = names_of(base_of(model)), getattr(model, "peft_config", None)
     if not configs:
         return found
@@ -450,7 +454,8 @@ def names_in_base(model: nn.Module) -> dict[Tensor, list[str]]:
         for name in names:
             if not any(f".{prefix}" in f".{name}" for prefix in added):
                 plain.setdefault(tensor, []).append(_WRAPPED.sub("", name))
-    return plain
+    tied = [names for names in plain.values() if len(names) > 1]
+    return {t: list(dict.fromkeys(chain(names, *(n for n in tied if names[0] in n)))) for t, names in plain.items()}
 
 
 def _sources(model: nn.Module, keys: Iterable[str], known: dict[str, Tensor]) -> dict[str, _Source]:

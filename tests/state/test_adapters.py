@@ -441,6 +441,24 @@ def test_adapters_that_are_computed_from_a_base_not_yet_read_are_refused(
 
 
 @pytest.mark.usefixtures("alone")
+def test_copies_of_a_tied_weight_are_read_by_the_name_that_the_folder_has(tmp_path: Path) -> None:
+    """A head and an embedding that are trained apart: files have the weight once, as the embedding."""
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
+    plain: Any = base()
+    plain.config.tie_word_embeddings = True
+    plain = type(plain)(plain.config)
+    plain.save_pretrained(tmp_path)
+    with em.sharded_init():
+        model = drawn_adapters(type(plain)(plain.config), settings)
+    model, optimizer = wrap(model, "offload", weights=tmp_path)
+    read = em.full_state_dict(model, all_ranks=True)
+    optimizer.close()
+    copies = [name for name in read if ".modules_to_save." in name]
+    assert len(copies) == 2
+    assert [name for name in copies if not torch.equal(read[name], plain.lm_head.weight)] == []
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"bias": "all"}, {}])
 def test_what_an_adapter_has_of_the_base_is_not_read_from_the_base_again(
     options: dict[str, Any], tmp_path: Path
