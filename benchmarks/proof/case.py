@@ -237,6 +237,7 @@ def _ours(model: Model, case: Case, device_bytes: int) -> Built:
         budget=int(FITS * device_bytes),
         accumulation=case.accumulation,
         batches_per_pass=case.accumulation if one_pass else 1,
+        update_in_backward=True,
     )
     module, optimizer = em.wrap(model.module, _optimizers(model, muon=case.contender == MUON), plan=plan)
     found = em.inspect(module)

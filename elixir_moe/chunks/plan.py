@@ -398,6 +398,7 @@ class Plan:
         reduce_dtype: torch.dtype | str | None = None,
         master: Master = "fp32",
         moments: Moments = "fp32",
+        update_in_backward: bool = False,
     ) -> "AutoPlan":
         """Lets `wrap` search for the fastest plan that fits, by tracing one step without data (docs/which_plan.md).
 
@@ -419,6 +420,8 @@ class Plan:
                 too.
             verify: as in `offload`.
             reduce_dtype, master, moments: the fields of these names; the search counts their bytes.
+            update_in_backward: whether the last backward of each step runs inside the optimizer's `update_in_backward`,
+                so that the search hides updates in host memory behind it.
         """
         return AutoPlan(**_fields(locals()))
 
@@ -517,6 +520,7 @@ class AutoPlan:
     reduce_dtype: torch.dtype | None = None
     master: Master = "fp32"
     moments: Moments = "fp32"
+    update_in_backward: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -550,3 +554,5 @@ class AutoPlan:
                 f"batches_per_pass={self.batches_per_pass!r}: expected a number of micro-batches, at least 1, or None "
                 "to search for it"
             )
+        if not isinstance(self.update_in_backward, bool):
+            raise PlanError(f"update_in_backward={self.update_in_backward!r}: expected True or False")

@@ -195,6 +195,7 @@ def _task(model: nn.Module, request: SearchRequest, hardware: Hardware, memory: 
         disk_bytes=memory.disk_bytes if request.updates_on_disk else None,
         moments=request.moments,
         overlaps_updates=request.adam and not request.trained_whole,
+        updates_in_backward=request.wanted.update_in_backward,
         over_gloo=request.over_gloo,
         accumulation=request.wanted.accumulation,
         chunk_numel=request.wanted.chunk_range,

@@ -72,13 +72,13 @@ def least_budget(model: nn.Module, step: Any, sample: Any) -> int:
     raise AssertionError("no budget moves a chunk to the host")
 
 
-def auto(model: nn.Module, step: Any, sample: Any, budget: int) -> Any:
+def auto(model: nn.Module, step: Any, sample: Any, budget: int, **wanted: Any) -> Any:
     from elixir_moe.planner.auto import SearchRequest, forecast
 
     return forecast(
         model,
         SearchRequest(
-            wanted=em.Plan.auto(step, sample, hardware=MACHINE, budget=budget),
+            wanted=em.Plan.auto(step, sample, hardware=MACHINE, budget=budget, **wanted),
             device=torch.device("cpu"),
             compute_dtype=None,
             moments=2,
@@ -317,6 +317,19 @@ def skipped(budget: int) -> None:
 @pytest.mark.parametrize("budget", [8_000, 12_500, 15_500])
 def test_a_layer_that_forward_leaves_out_asks_for_no_block(budget: int, ranks: Ranks) -> None:
     ranks(1).run(skipped, budget)
+
+
+def early(**wanted: bool) -> bool:
+    """(rank) Whether the task of a search has updates that begin in backward."""
+    _, task, _ = auto(Skipping(), mean_square, torch.randn(4, 16), 15_500, **wanted)
+    return task.updates_in_backward
+
+
+def test_a_search_hides_updates_behind_backward_where_the_loop_does(ranks: Ranks) -> None:
+    assert ranks(1).run(early) == [False]
+    assert ranks(1).run(early, update_in_backward=True) == [True]
+    with pytest.raises(PlanError, match="update_in_backward='yes'"):
+        em.Plan.auto(mean_square, torch.ones(1), update_in_backward="yes")
 
 
 def accumulated() -> tuple[dict[str, int], tuple[int, int]]:
