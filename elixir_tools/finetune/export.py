@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +24,7 @@ import transformers
 from accelerate.hooks import remove_hook_from_submodules
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import cached_file, logging
@@ -150,6 +151,7 @@ def _whole_adapters(source: Path, scratch: Path) -> Path:
     whole = Whole(directory, manifest)
     with torch.device("meta"):
         shell: Any = peft.get_peft_model(_described(_named_base(made)), peft.PeftConfig.from_pretrained(str(made)))
+    _refuse_lost(shell, manifest.parameters, source)
     state = {name: tensor for name, tensor in shell.state_dict().items() if name in manifest.parameters}
     state = {name: whole.parameter(name) for name in state}
     shell.save_pretrained(str(made), state_dict={**shell.state_dict(), **state})
@@ -186,9 +188,25 @@ def _described(base: str) -> Any:
 def _adapted(model: nn.Module, folder: Path) -> Any:
     """The model with the adapters of a folder, by plain peft. Raises ConfigError."""
     try:
-        return peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu").eval()  # type: ignore[arg-type]
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), torch_device="cpu").eval()  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"peft cannot add the adapters in {str(folder)!r} to their base: {error}") from error
+    with safe_open(folder / _WEIGHTS, "pt") as file:
+        _refuse_lost(adapted, file.keys(), folder)
+    return adapted
+
+
+def _refuse_lost(adapted: Any, written: Iterable[str], folder: Path) -> None:
+    """Raises ConfigError if the adapters were written with a module that their base lacks here, as a reward's head."""
+    names, here = list(written), [name for name, _ in adapted.named_modules()]
+    for module in adapted.peft_config[adapted.active_adapter].modules_to_save or ():
+        if any(f".{module}." in name for name in names) and not any(name.endswith(f".{module}") for name in here):
+            raise ConfigError(
+                f"the adapters in {str(folder)!r} have weights of {module!r}, which a causal language model lacks: "
+                f"merge them with plain peft into a model of their own class, as in "
+                f"AutoPeftModelForSequenceClassification.from_pretrained({str(folder)!r}, num_labels=1)"
+                f".merge_and_unload().save_pretrained('merged')"
+            )
 
 
 class _OnDisk:

@@ -20,7 +20,7 @@ from elixir_tools.finetune import export as exporting
 from elixir_tools.finetune.export import export
 from tests.support.every import same_tensors
 from tests.support.ranks import RankPool
-from tests.tools.finetune.test_finetune import by_command, folder_of, in_words
+from tests.tools.finetune.test_finetune import LORA, by_command, folder_of, in_words
 
 Ranks = Callable[[int], RankPool]
 TOKENS = torch.arange(12)[None]
@@ -135,6 +135,19 @@ def test_a_folder_with_other_logits_is_not_kept(tuned: Path, tmp_path: Path, mon
     with pytest.raises(CheckpointError, match="has other logits than base and adapters"):
         export(tuned / "out", tmp_path / "merged", "merged")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["adapter", "merged"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sharded"])
+def test_the_head_of_a_reward_is_not_left_out(what: str, whole: bool, ranks: Ranks, tmp_path: Path) -> None:
+    words = [*folder_of(tmp_path, "reward"), *in_words(1, max_steps=1, save_strategy="steps", save_steps=1), *LORA]
+    words += ["--plan", "zero3", "--lora_task_type", "SEQ_CLS"]
+    ranks(1).run(by_command, "reward", words, tmp_path / "out")
+    if not whole:
+        (tmp_path / "out" / WEIGHTS).unlink()
+        (tmp_path / "out/checkpoint-1" / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=r"have weights of 'score', which .* lacks: .*\.merge_and_unload\(\)"):
+        export(tmp_path / "out", what=what)
 
 
 def test_what_cannot_be_exported_is_told(tuned: Path, tmp_path: Path) -> None:
