@@ -157,6 +157,8 @@ def parser_of(kind: str) -> Any:
     parser.set_defaults(lora_dropout=SFT["lora_dropout"] if kind == "sft" else None)  # `parse` chooses those of None
     if kind == "sft":
         parser.set_defaults(learning_rate=None)
+    if kind == "reward":  # peft then trains and saves the head, and can add adapters to such a model at all
+        parser.set_defaults(lora_task_type="SEQ_CLS")
     return parser
 
 

@@ -130,6 +130,14 @@ def test_a_reference_is_computed_in_each_step_and_saved_nowhere(ranks: Ranks, tm
         parse("dpo", [*words, "--precompute_ref_log_probs", "true", "--output_dir", "out"])
 
 
+def test_adapters_of_a_reward_have_its_head_by_default(ranks: Ranks, tmp_path: Path) -> None:
+    words = [*folder_of(tmp_path, "reward"), *in_words(1), *LORA, "--plan", "zero3"]
+    ranks(1).run(by_command, "reward", words, tmp_path / "default")
+    ranks(1).run(by_command, "reward", [*words, *MORE["reward"]], tmp_path / "said")
+    found, wanted = saved(tmp_path / "default"), saved(tmp_path / "said")
+    assert any(name.endswith(".score.weight") for name in found) and same_tensors(found, wanted)
+
+
 CASES = [("sft", False, 1), ("sft", True, 2), *((kind, True, 1) for kind in ("dpo", "kto", "reward", "grpo"))]
 
 
