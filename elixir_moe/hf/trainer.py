@@ -389,6 +389,15 @@ class ElixirMixin(_Trainer):
                 f"TrainingArguments(enable_jit_checkpoint=True) on {self.args.world_size} ranks: a signal reaches them "
                 f"at different steps, and all of them save one checkpoint; leave it out, and save often (save_steps)"
             )
+        configs = getattr(self.model, "peft_config", {})
+        learned = any(getattr(config, "is_prompt_learning", False) for config in configs.values())
+        if learned and self.args.world_size > 1 and self.args.save_strategy != SaveStrategy.NO:
+            raise ConfigError(
+                f"TrainingArguments(save_strategy={self.args.save_strategy.value!r}) for prompts that peft learns, on "
+                f"{self.args.world_size} ranks: peft saves values that it computes from the model on one rank, which "
+                f"cannot gather weights. Train on one rank, or write save_strategy='no' and take the weights with "
+                f"em.full_state_dict(trainer.model)"
+            )
         if self.args.n_gpu > 1:
             raise ConfigError(f"one process sees {self.args.n_gpu} GPUs: start one for each with torchrun")
         super().create_accelerator_and_postprocess()

@@ -221,6 +221,32 @@ def test_settings_that_fight_the_plan_are_refused(
     assert message in said and ("leave" in said or "use an elementwise optimizer" in said)
 
 
+def prompts(folder: str) -> tuple[str, int]:
+    """(rank) What is said of checkpoints of learned prompts, and the steps of a run without checkpoints."""
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import TrainingArguments
+
+    from elixir_moe.hf.trainer import ElixirTrainer
+
+    def trainer(**settings: Any) -> Any:
+        model = get_peft_model(mixture(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        arguments = TrainingArguments(folder, max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+        return ElixirTrainer(model, arguments, train_dataset=data(), plan=em.Plan.zero3())
+
+    with launched():
+        with pytest.raises(ConfigError) as error:
+            trainer()
+        unsaved = trainer(save_strategy="no")
+        unsaved.train()
+        unsaved.model._elixir.optimizer.close()
+    return str(error.value), unsaved.state.global_step
+
+
+def test_prompts_that_no_checkpoint_could_have_are_refused_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    for said, steps in ranks(2).run(prompts, str(tmp_path)):
+        assert "save_strategy='no'" in said and steps == 2
+
+
 def made(folder: str, ours: bool, given: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A trainer of a dense model: Trainer does not find fused experts in the checkpoints it has saved."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
