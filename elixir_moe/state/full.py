@@ -137,8 +137,9 @@ def refuse_plain_state_dicts(model: nn.Module, spec: ModelSpec) -> None:
     def refuse(module: nn.Module, *_: object) -> None:
         if any(parameter in spec.names for parameter in module.parameters()):  # else full tensors have replaced them
             raise UsageError(
-                "a wrapped model's parameters are sharded: take full weights with em.full_state_dict(model), and load "
-                "a state dict into the model before wrap"
+                "a wrapped model's parameters are sharded: em.save_pretrained(model, folder) writes what "
+                "model.save_pretrained would (in a Trainer, trainer.save_model(folder)), em.full_state_dict(model) has "
+                "the full weights, and a state dict is loaded into the model before wrap"
             )
 
     model.register_state_dict_pre_hook(refuse)

@@ -128,6 +128,13 @@ def test_dtensors_are_written_whole(tmp_path: Path, ranks: Ranks) -> None:
     assert same_tensors(found, wanted)
 
 
+def test_the_models_own_save_pretrained_names_ours(tmp_path: Path) -> None:
+    model, optimizer = wrap(hf.LlamaForCausalLM(LLAMA))
+    with pytest.raises(em.UsageError, match=r"em\.save_pretrained\(model, folder\).* trainer\.save_model\(folder\)"):
+        model.save_pretrained(tmp_path)  # type: ignore[operator]
+    optimizer.close()
+
+
 def buffer_saved(dtype: torch.dtype, folder: Path) -> str:
     """The error, or nothing."""
     model = nn.Linear(4, 4)
