@@ -46,6 +46,7 @@ from elixir_tools.finetune.smaller import Step, that_fits
 from elixir_tools.models.adapters import (
     adapted_modules,
     default_targets,
+    excluded_modules,
     fused_experts,
     peft_targets,
     refuse_routers,
@@ -364,6 +365,7 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
     import peft
 
     targets = {config.target_modules} if isinstance(config.target_modules, str) else config.target_modules
+    config.exclude_modules = excluded_modules(model, targets or ())
     if targets is not None and EXPERTS in targets:
         if not fused_experts(model):
             raise ConfigError(f"--lora_target_modules {EXPERTS}: {type(model).__name__} has no fused experts")

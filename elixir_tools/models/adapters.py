@@ -17,6 +17,10 @@ from elixir_tools.models.lora import ALL_LINEAR, EXPERTS, Lora
 
 _ROUTER_NAMES = {"router", "gate"}
 """Last or last but one part of the name of a router's weight."""
+_MAMBAS = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Kinds of models in which peft refuses adapters of `_READ_BY_KERNELS`."""
+_READ_BY_KERNELS = ["conv1d", "out_proj"]
+"""Layers whose weights Mamba's kernels read by themselves, so that adapters on them would not run."""
 
 
 def adapted(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Module:
@@ -68,6 +72,7 @@ def with_adapters(model: nn.Module, lora: Lora, *, init: bool = True) -> nn.Modu
         lora_alpha=lora.alpha,
         target_modules=modules,
         target_parameters=parameters or None,
+        exclude_modules=excluded_modules(model, targets),
         init_lora_weights=init,
     )
     try:
@@ -118,6 +123,12 @@ def _without_routers(model: nn.Module) -> str:
 def default_targets(model: nn.Module) -> tuple[str, ...]:
     """The targets of adapters by default: all linear layers, and fused experts if there are any."""
     return (ALL_LINEAR, EXPERTS) if fused_experts(model) else (ALL_LINEAR,)
+
+
+def excluded_modules(model: nn.Module, targets: Iterable[str]) -> list[str] | None:
+    """peft's `exclude_modules` for targets among which "all-linear" means all linear layers that peft can adapt."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return _READ_BY_KERNELS if ALL_LINEAR in targets and kind in _MAMBAS else None
 
 
 def peft_targets(

@@ -203,6 +203,13 @@ def test_tiles_train_as_whole_layers_and_a_head_in_tiles_is_refused(ranks: Ranks
         _model(given, str(tmp_path / "dense/model"))
 
 
+def test_adapters_of_a_mamba_are_on_what_peft_adapts_there(ranks: Ranks, tmp_path: Path) -> None:
+    words = [*folder_of(tmp_path, "sft", "Mamba"), *in_words(1), "--use_peft", "--plan", "zero3"]
+    ranks(1).run(by_command, "sft", words, tmp_path / "out")
+    layers = {name.split(".mixer.")[1].partition(".")[0] for name in saved(tmp_path / "out")}
+    assert layers == {"in_proj", "x_proj", "dt_proj"}
+
+
 def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
     words = [*folder_of(tmp_path, "dpo"), *in_words(1), *LORA]
     ranks(1).run(by_command, "dpo", [*words, "--plan", "zero3"], tmp_path / "zero3")
