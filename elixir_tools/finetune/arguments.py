@@ -296,6 +296,11 @@ def _scheme(model: Any, quantize: str | None) -> str | None:
         raise ConfigError(f"--quantize {scheme} with --load_in_4bit or --load_in_8bit: give one of them")
     if model.load_in_4bit and model.bnb_4bit_quant_type != "nf4":
         raise ConfigError(f"--bnb_4bit_quant_type {model.bnb_4bit_quant_type}: nf4 is served; --quantize has others")
+    if scheme is not None and model.use_dora:
+        raise ConfigError(
+            f"--use_dora with --quantize {scheme}: DoRA computes with the weights of the base themselves, which are "
+            f"bytes then; leave one of them out"
+        )
     if scheme is not None and not model.use_peft:
         raise ConfigError(f"--quantize {scheme} keeps frozen weights in fewer bits: train adapters with --use_peft")
     return scheme

@@ -37,6 +37,7 @@ from elixir_moe.errors import ConfigError, ElixirError
 from elixir_moe.ext.accelerator import total_bytes
 from elixir_moe.ext.hf import run_adapters_unmerged, shipped_patterns
 from elixir_moe.ext.measure import host_bytes_left, is_out_of_memory
+from elixir_moe.ext.models import packed_parameters
 from elixir_moe.ext.planner import Profile, tile_for, trace
 from elixir_moe.ext.plans import AutoPlan, Plan, size_bytes
 from elixir_moe.ext.trainer import ElixirMixin
@@ -346,6 +347,7 @@ def _model(given: Arguments, folder: str) -> nn.Module:
             model.requires_grad_(False)
             if given.scheme is not None:
                 quantize(model, given.scheme, **shipped_patterns(Path(folder, "config.json"), given.scheme, model))
+                _refuse_trained_bytes(model, words.lora_modules_to_save or ())
             if given.kind == "sft" and not (adapters.target_modules or adapters.target_parameters):
                 targets = default_targets(model)
                 adapters.target_modules = set(targets) if len(targets) > 1 else targets[0]
@@ -381,6 +383,17 @@ def _adapted(model: nn.Module, config: Any) -> nn.Module:
     _LOG.debug("adapters on %s", ", ".join(f"{n} {kind}" for kind, n in adapted_modules(adapted).items()))
     run_adapters_unmerged(adapted)
     return adapted
+
+
+def _refuse_trained_bytes(model: nn.Module, trained: Sequence[str]) -> None:
+    """Raises ConfigError if modules that are trained whole have weights in few bytes."""
+    for name, *_ in packed_parameters(model):
+        for module in trained:
+            if f".{module}." in f".{name}":
+                raise ConfigError(
+                    f"--lora_modules_to_save {module} with --quantize: {name!r} is bytes, which have no gradient; give "
+                    f"it adapters (--lora_target_modules), or leave one of them out"
+                )
 
 
 def _is_name(target: str) -> bool:

@@ -210,6 +210,19 @@ def test_adapters_of_a_mamba_are_on_what_peft_adapts_there(ranks: Ranks, tmp_pat
     assert layers == {"in_proj", "x_proj", "dt_proj"}
 
 
+def trained_bytes(words: list[str], out: Path) -> str:
+    """(rank) What is said."""
+    with pytest.raises(ConfigError) as error:
+        by_command("sft", words, out)
+    return str(error.value)
+
+
+def test_modules_that_are_trained_whole_are_no_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    words = [*folder_of(tmp_path, "sft", "Qwen3Moe"), *in_words(1), *LORA, "--lora_modules_to_save", "experts"]
+    (said,) = ranks(1).run(trained_bytes, [*words, "--quantize", "nf4"], tmp_path / "out")
+    assert said.startswith("--lora_modules_to_save experts with --quantize: 'model.layers.0.mlp.experts.")
+
+
 def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
     words = [*folder_of(tmp_path, "dpo"), *in_words(1), *LORA]
     ranks(1).run(by_command, "dpo", [*words, "--plan", "zero3"], tmp_path / "zero3")
@@ -231,6 +244,7 @@ def test_a_plan_that_is_searched_trains(ranks: Ranks, tmp_path: Path) -> None:
         (["--quantize", "nf4"], ["--quantize nf4", "--use_peft"]),
         (["--use_peft", "--quantize", "fp8", "--load_in_4bit"], ["--quantize fp8", "--load_in_4bit"]),
         (["--use_peft", "--load_in_4bit", "--bnb_4bit_quant_type", "fp4"], ["fp4", "nf4"]),
+        (["--use_peft", "--use_dora", "true", "--quantize", "nf4"], ["--use_dora", "--quantize nf4"]),
         (["--bf16", "maybe"], ["bf16", "maybe"]),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "no such file"]),
         (["--config"], ["--config", "no such file"]),
