@@ -326,3 +326,31 @@ def test_the_planner_expects_what_the_runtime_does(checkpoint: Any, shape: dict[
         assert planned == real
         planned, real = found["requests"]
         assert planned == real
+
+
+ROWS = 8 * 4 * 4
+"""Bytes of x, (8, 4), in the test below."""
+
+
+@pytest.mark.parametrize(
+    ("compute", "nbytes"),
+    [
+        (lambda x: x * x, 3 * ROWS),
+        (lambda x: x * 3.0, 2 * ROWS),
+        (lambda x: x.t() * x.t(), 3 * ROWS),
+        (lambda x: x * x[:, :1], 2 * (2 * ROWS + ROWS // 4)),
+        (lambda x: x[:, :2] * x[:, 2:], 2 * (3 * ROWS // 2)),
+        (lambda x: x.t() * x.view(4, 8), 2 * 3 * ROWS),
+    ],
+    ids=["alike", "a scalar", "both transposed", "a column", "halves", "one transposed"],
+)
+def test_pointwise_operators_of_tensors_laid_out_differently_count_twice(compute: Any, nbytes: int) -> None:
+    def traffic(computed: Any) -> int:
+        def step(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                computed(x.clone())
+            return model(x).sum()
+
+        return trace(nn.Linear(4, 1), step, torch.ones(8, 4)).traffic_bytes
+
+    assert traffic(compute) - traffic(lambda x: x) == nbytes
