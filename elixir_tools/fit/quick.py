@@ -29,18 +29,18 @@ _ATTENTION = 9
 """Operations of causal attention for each token, token of its row and element of a query: 2, 2 again, 5 backward."""
 _EAGER_ATTENTION = 16
 """Operations where scores are computed whole."""
-_SCORE_BYTES, _SCORE_TRAFFIC = 5.2, 78
-"""Bytes held, and read and written, of each score that is computed whole."""
-_WIDTH_TRAFFIC, _QUERY_TRAFFIC, _KEY_TRAFFIC, _ROUTED_TRAFFIC = 48, 72, 36, 52
-"""Bytes read and written in forward, recomputation and backward of a layer, without its norms and adapters, for each
-element of a token's width, of its queries, of its keys and values, and of the rows that its experts are given."""
-_INNER_TRAFFIC, _CLAMPED_TRAFFIC = 42, 150
-"""Likewise for the inner width of its MLPs, and where their activation is clamped."""
-_NORM_TRAFFIC, _SCALE_TRAFFIC = 160, 8
-"""Bytes of a norm for each element, and more if its weight is trained."""
+_SCORE_BYTES, _SCORE_TRAFFIC = 5.2, 100
+"""Bytes held, and of traffic, of each score that is computed whole."""
+_WIDTH_TRAFFIC, _QUERY_TRAFFIC, _KEY_TRAFFIC, _ROUTED_TRAFFIC = 48, 124, 62, 70
+"""Bytes of traffic, as `Profile` counts it, in forward, recomputation and backward of a layer, without its norms and
+adapters, for each element of a token's width, its queries, its keys and values, and the rows of its experts."""
+_INNER_TRAFFIC, _EXPERTS_INNER_TRAFFIC, _CLAMPED_TRAFFIC = 42, 74, 175
+"""Likewise for the inner width of its MLP, of its experts, and of experts whose activation is clamped."""
+_NORM_TRAFFIC, _HEAD_NORM_TRAFFIC, _SCALE_TRAFFIC = 204, 232, 8
+"""Bytes of a norm for each element, of one of each head, and more if its weight is trained."""
 _ADAPTER_TRAFFIC, _EXPERT_TRAFFIC = (6, 24), (6, 12)
 """Bytes of an adapter for each element that it reads, and that it adds to; likewise of an expert's."""
-_ENTRY_TRAFFIC, _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 60, 44, 16
+_ENTRY_TRAFFIC, _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 80, 44, 16
 """Bytes of a loss without logits for each token and entry of the vocabulary, of one with logits, and for each element
 of a head that is trained."""
 _LAYER_BYTES, _ROUTED_BYTES = 14, 8.4
@@ -121,7 +121,8 @@ def step_of(
     scores = tokens * seq * sizes.heads
     attention = (_EAGER_ATTENTION if eager else _ATTENTION) * tokens * seq * sizes.queries * len(layers)
     each = _WIDTH_TRAFFIC * sizes.width + _QUERY_TRAFFIC * sizes.queries + _KEY_TRAFFIC * sizes.keys
-    each += _ROUTED_TRAFFIC * sizes.routed + (_CLAMPED_TRAFFIC if sizes.clamps else _INNER_TRAFFIC) * sizes.inner
+    inner = _CLAMPED_TRAFFIC if sizes.clamps else _EXPERTS_INNER_TRAFFIC if sizes.experts else _INNER_TRAFFIC
+    each += _ROUTED_TRAFFIC * sizes.routed + inner * sizes.inner
     traffic += len(layers) * (tokens * each + eager * _SCORE_TRAFFIC * scores) + decoded
     traffic += (_ENTRY_TRAFFIC if fused else _LOGIT_TRAFFIC) * tokens * sizes.vocabulary
     traffic += _HEAD_TRAFFIC * head_numel * head_trains
@@ -332,13 +333,14 @@ def _of_norms_and_adapters(name: str, p: nn.Parameter, sizes: _Sizes) -> float:
     """Bytes that a token reads and writes for a norm or an adapter of a layer."""
     *_, module, own = name.split(".")
     if "norm" in module and own == "weight":
-        elements = {"q_norm": sizes.queries, "k_norm": sizes.keys // 2}.get(module, p.numel())
-        return elements * (_NORM_TRAFFIC + _SCALE_TRAFFIC * p.requires_grad)
+        of_heads = {"q_norm": sizes.queries, "k_norm": sizes.keys // 2}.get(module)
+        elements, each = (p.numel(), _NORM_TRAFFIC) if of_heads is None else (of_heads, _HEAD_NORM_TRAFFIC)
+        return elements * (each + _SCALE_TRAFFIC * p.requires_grad)
     if ".lora_" not in name:
         return 0
-    rows, each = (sizes.active, _EXPERT_TRAFFIC) if ".experts." in name else (1, _ADAPTER_TRAFFIC)
+    rows, added = (sizes.active, _EXPERT_TRAFFIC) if ".experts." in name else (1, _ADAPTER_TRAFFIC)
     adds = ".lora_B." in name
-    return rows * each[adds] * p.shape[1 - adds]
+    return rows * added[adds] * p.shape[1 - adds]
 
 
 def _parameters(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[str, nn.Parameter, str]]:
