@@ -89,7 +89,7 @@ def _priced(task: Task, strategy: str) -> PlanCandidate:
 
 def without_overlap(seconds: Seconds) -> float:
     """Seconds of a step in which transfers, collectives and compute follow each other."""
-    busy = seconds.compute + seconds.units + seconds.fetch + seconds.offload + seconds.collectives
+    busy = seconds.compute + seconds.units + max(seconds.fetch, seconds.disk) + seconds.offload + seconds.collectives
     return busy + seconds.memory_update + seconds.disk_update
 
 

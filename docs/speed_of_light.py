@@ -429,6 +429,7 @@ _CAUSES = {
     "exposed": "GPUs",
     "device_update": "Adam",
     "host_update": "Adam",
+    "disk": "disk",
     "disk_update": "disk",
 }
 """{part of a predicted step: its cause in a word}."""

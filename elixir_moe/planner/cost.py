@@ -34,7 +34,7 @@ class Seconds:
     compute: float
     """Matrix products, other operators, overheads, and the model's own collectives, such as tokens sent to experts."""
     fetch: float
-    """Host to device; or the reads and writes of the disk that overlap with compute, if they take longer."""
+    """Host to device."""
     offload: float
     """Device to host."""
     collectives: float
@@ -49,8 +49,10 @@ class Seconds:
     """Update of chunks on disk: the longer of Adam on the host and the disk's reads and writes."""
     units: float = 0.0
     """Host time of units, in addition to `compute`."""
+    disk: float = 0.0
+    """Reads and writes of the disk in forwards and backwards: values, and sums of gradients."""
     stall: float = 0.0
-    """Time for which compute and fetches wait for each other, beyond the longest of compute, fetch and offload."""
+    """Time for which compute and fetches wait for each other, beyond `overlapped`."""
     hidden_update: float = 0.0
     """The part of `host_update` that overlaps with the next forward."""
 
@@ -67,7 +69,7 @@ class Seconds:
     @property
     def overlapped(self) -> float:
         """Forwards and backwards if compute and transfers overlapped perfectly."""
-        return max(self.compute + self.units, self.fetch, self.offload)
+        return max(self.compute + self.units, self.fetch, self.offload, self.disk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +307,7 @@ def seconds(
     update = moved.disk_read_bytes, moved.disk_written_bytes
     sums_read = (passes - 1) * moved.summed_bytes
     in_backward = moved.read_bytes + sums_read, passes * moved.summed_bytes
-    disk, overlapped = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, in_backward))
+    on_disk, disk = (hardware.disk_seconds(*moves, gpus) if any(moves) else 0.0 for moves in (update, in_backward))
     compute = accumulation * (
         flops / (fitted.device_efficiency * hardware.peak_tflops * 1e12)
         + profile.traffic_bytes / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
@@ -314,16 +316,18 @@ def seconds(
     ) + summed / (fitted.device_efficiency * hardware.memory_bandwidth * _GIGA)
     found = Seconds(
         compute=compute,
-        fetch=max((moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA), overlapped),
+        fetch=(moved.fetched_bytes + both_ways) * gpus / (links.b_c2g * _GIGA),
         offload=(moved.offloaded_bytes + both_ways) * gpus / (links.b_g2c * _GIGA),
         collectives=collectives,
         exposed=fitted.exposed_collectives * collectives,
         device_update=(moved.device_numel + on_device) * gpus / (links.v_g * _GIGA) + whole_seconds,
         host_update=(moved.host_numel + on_host) / v_c,
-        disk_update=max(moved.disk_numel / v_c, disk),
+        disk_update=max(moved.disk_numel / v_c, on_disk),
         units=accumulation * moved.units * hardware.unit_us / 1e6,
+        disk=disk,
     )
-    hiding = max(found.compute, found.fetch, found.offload)  # units are time of the host, which sends collectives too
+    # not behind units, which are time of the host, as the sending of collectives is
+    hiding = max(found.compute, found.fetch, found.offload, found.disk)
     return replace(found, exposed=max(found.exposed, collectives - hiding))
 
 

@@ -26,6 +26,7 @@ def explain(candidate: PlanCandidate) -> str:
         task.together > 1
     )
     hidden = f" ({seconds_text(seconds.hidden_update)} hidden)" if seconds.hidden_update else ""
+    disk = f", disk {seconds_text(seconds.disk)}" if seconds.disk else ""
     stall = f", stall {seconds_text(seconds.stall)}" if seconds.stall else ""
     apart = ", values on the device" if plan.values_on_device else " with their values" if plan.values_on_disk else ""
     lines = [
@@ -43,7 +44,7 @@ def explain(candidate: PlanCandidate) -> str:
         f"disk      {size_text(size.disk_bytes)} a rank of {size_text(task.disk_bytes or 0)}",
         f"step      {seconds_text(seconds.step)}, {tflops:.1f} TFLOPS a GPU: compute "
         f"{seconds_text(seconds.compute + seconds.units)}, fetch {seconds_text(seconds.fetch)}, offload "
-        f"{seconds_text(seconds.offload)}{stall}, exposed collectives {seconds_text(seconds.exposed)}, updates "
+        f"{seconds_text(seconds.offload)}{disk}{stall}, exposed collectives {seconds_text(seconds.exposed)}, updates "
         f"{seconds_text(seconds.device_update)} on device, {seconds_text(seconds.host_update)} on host{hidden}, "
         f"{seconds_text(seconds.disk_update)} on disk",
     ]

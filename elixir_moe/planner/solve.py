@@ -337,7 +337,7 @@ def with_stall(candidate: PlanCandidate, most: float = math.inf, timed: "Timed |
     """
     task, layout, seconds = candidate.task, candidate.layout, candidate.seconds
     profile, plan, backwards = task.profile, candidate.plan, task.passes
-    if not profile.work or not seconds.fetch:
+    if not profile.work or not (seconds.fetch or seconds.disk):
         return candidate
     too_slow = replace(candidate, seconds=replace(seconds, stall=math.inf))
     schedule, positions = (timed or profile.step_order.timed)(layout)

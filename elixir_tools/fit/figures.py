@@ -85,6 +85,7 @@ class Figures:
             "compute": seconds.compute + seconds.units,
             "link to GPU": seconds.fetch,
             "link from GPU": seconds.offload,
+            "disk": seconds.disk,
             "waiting for blocks": seconds.stall,
             "other GPUs": seconds.exposed,
             "updates": seconds.memory_update,

@@ -250,7 +250,7 @@ def _placed(step: Step, task: Task, way: _Way, precision: Precision, itemsize: i
     )
     seconds = task.seconds(moved)
     # a forward waits for the update of its first chunk, which is taken to be as long as a layer
-    forward = _FORWARD * max(seconds.compute, seconds.fetch) / task.passes
+    forward = _FORWARD * max(seconds.compute, seconds.fetch, seconds.disk) / task.passes
     first = min(1.0, step.layer_bytes / (step.trained * itemsize)) if step.trained else 0.0
     hidden = min((1 - first) * seconds.host_update, away * forward) if task.overlaps_updates else 0.0
     return Figures(
