@@ -216,9 +216,8 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--batches-per-pass",
         type=_passes,
-        default=1,
         metavar="N|auto",
-        help="micro-batches that pass each layer together, by em.accumulate; by default 1, auto searches",
+        help="micro-batches that pass each layer together, by em.accumulate; auto, the default, searches as sft does",
     )
     verb.add_argument(
         "--optimizer",

@@ -190,8 +190,6 @@ def _check_sizes(known: argparse.Namespace) -> None:
         raise ConfigError(
             f"--reduce-dtype {known.reduce_dtype}: gradients are summed in fp32, or in the {known.dtype} of --dtype"
         )
-    if known.quick and known.batches_per_pass is None:
-        raise ConfigError("--quick has formulas for a given number: give it instead of --batches-per-pass auto")
     if (known.batch or 1) * (known.seq or 1) > _MOST_TOKENS:
         raise ConfigError(f"--batch, --seq: expected at most {_MOST_TOKENS} tokens, got {known.batch} x {known.seq}")
     if known.largest is not None and known.compare:

@@ -180,12 +180,15 @@ class _Way:
 
 def quick(step: Step, task: Task, *, precision: Precision, itemsize: int) -> Figures:
     """The answer for the machine of `task`, whose profile is the step's; elements have `itemsize` bytes."""
-    summed = (task.accumulation - task.passes) * cost.SUM_TRAFFIC * step.trained // task.accumulation
-    profile = replace(task.profile, traffic_bytes=task.profile.traffic_bytes + summed)
-    task = replace(task, profile=profile)
     regions = (0,) if task.hardware.one_memory else (0, 1)
-    ways = product(regions, _CACHED, (False, True) if task.disk_bytes else (False,))
-    found = [_placed(step, task, _Way(*way), precision, itemsize) for way in ways]
+    ways = [_Way(*way) for way in product(regions, _CACHED, (False, True) if task.disk_bytes else (False,))]
+    found = []
+    for together in task.dials if task.batches_per_pass is None else [task.batches_per_pass]:
+        passing = task.passing(together)
+        summed = (task.accumulation - passing.passes) * cost.SUM_TRAFFIC * step.trained // task.accumulation
+        profile = replace(passing.profile, traffic_bytes=passing.profile.traffic_bytes + summed)
+        passing = replace(passing, profile=profile)
+        found += [_placed(step, passing, way, precision, itemsize) for way in ways]
     return min(found, key=lambda found: (sum(found.missing.values()), found.seconds.step))
 
 

@@ -51,13 +51,18 @@ WIDE = {
 }  # fmt: skip
 
 
+APART = ["--batches-per-pass", "1"]
+ON_DISK = ["--ram", "6 GiB", "--budget", "6 GiB", "--disk-size", "1 TB", "--full", "--seq", "2048"]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MANY_EXPERTS, ["--ram", "32 GiB", "--budget", "1600 MiB", "--qlora", "--seq", "512"]),
-        (WIDE, ["--ram", "6 GiB", "--budget", "6 GiB", "--disk-size", "1 TB", "--full", "--seq", "2048"]),
+        (MANY_EXPERTS, ["--ram", "32 GiB", "--budget", "1600 MiB", "--qlora", "--seq", "512", *APART]),
+        (WIDE, [*ON_DISK, *APART]),
+        (WIDE, ON_DISK),
     ],
-    ids=["packed experts", "values and sums on disk"],
+    ids=["packed experts", "values and sums on disk", "in passes"],
 )
 def test_many_micro_batches_take_what_a_search_finds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, object], words: list[str]
