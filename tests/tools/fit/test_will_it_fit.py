@@ -239,7 +239,8 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
     accumulated = said(capsys, *slow, "--accumulation", str(backwards))
     one, many = found["predicted"], accumulated["predicted"]
     assert many["step_seconds"] < backwards * one["step_seconds"] / 3, "one update, not many"
-    assert round(many["tokens_per_second"]) == faster and round(one["tokens_per_second"]) == before
+    # where micro-batches may pass together, the products of a loss without logits are run again
+    assert many["tokens_per_second"] == pytest.approx(faster, rel=0.005) and round(one["tokens_per_second"]) == before
     assert many["tokens_per_second"] == pytest.approx(backwards * 256 / many["step_seconds"])
 
 
