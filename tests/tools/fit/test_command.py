@@ -119,6 +119,8 @@ def test_the_sizes_of_a_small_model_are_shown(tmp_path: Path, capsys: pytest.Cap
         (["gpt2-4b", "--seq", "4096"], "gpt2-4b has 1024 positions"),
         (["gpt2-4b", "--batch", "0"], "--batch: expected at least 1"),
         (["gpt2-4b", "--budget", "nan"], "--budget='nan': expected bytes"),
+        (["gpt2-4b", "--batches-per-pass", "x"], "expected a number of micro-batches or auto, got 'x'"),
+        (["gpt2-4b", "--batches-per-pass", "0"], "--batches-per-pass: expected at least 1"),
         (["gpt2-4b", "--imbalance", "inf"], "--imbalance: expected a finite number of at least 1"),
         (["pr-moe-16b", "--imbalance", "1e308"], "--imbalance: expected a finite number of at least 1"),
         (["gpt2-4b", "--batch", "1" + 30 * "0"], "--batch, --seq: expected at most"),
