@@ -93,7 +93,7 @@ def test_the_document_has_the_errors_of_speedups(capsys: pytest.CaptureFixture[s
     found = re.search(r"speedups +mean error +(\S+)%, largest +(\S+)%, 44", shown)
     assert found is not None and float(found[2]) < 27
     assert f"The 44 speedups are {found[1]} % off in the mean, at most {found[2]} %" in DOCUMENT
-    assert re.search(r"^gpt2-10b +2 +4 .* 3\.39 +3\.25 ", shown, re.MULTILINE)
+    assert re.search(r"^gpt2-10b +2 +4 .* 3\.39 +3\.24 ", shown, re.MULTILINE)
 
 
 def test_without_the_gradients_bytes_the_papers_record_would_be_a_draw() -> None:
