@@ -69,7 +69,12 @@ class Seconds:
     @property
     def overlapped(self) -> float:
         """Forwards and backwards if compute and transfers overlapped perfectly."""
-        return max(self.compute + self.units, self.fetch, self.offload, self.disk)
+        return max(self.compute + self.units, self.transfers)
+
+    @property
+    def transfers(self) -> float:
+        """The longest of those that overlap with compute and with each other."""
+        return max(self.fetch, self.offload, self.disk)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,7 +332,7 @@ def seconds(
         disk=disk,
     )
     # not behind units, which are time of the host, as the sending of collectives is
-    hiding = max(found.compute, found.fetch, found.offload, found.disk)
+    hiding = max(found.compute, found.transfers)
     return replace(found, exposed=max(found.exposed, collectives - hiding))
 
 

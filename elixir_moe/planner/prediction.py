@@ -121,5 +121,5 @@ def corrected(fitted: Fitted, expected: Seconds, measured: float) -> Fitted:
     """
     exposed = fitted.exposed_collectives * expected.collectives  # more, if compute is too short for it
     left = measured - (expected.step - expected.overlapped - expected.exposed) - exposed
-    compute = max(max(left, expected.fetch, expected.offload, expected.disk) - expected.units, expected.compute / 100)
+    compute = max(max(left, expected.transfers) - expected.units, expected.compute / 100)
     return replace(fitted, device_efficiency=fitted.device_efficiency * expected.compute / compute)
