@@ -43,8 +43,8 @@ MORE_SECONDS = {
     "qwen3-30b-a3b-lora-24g": 240,
     "gpt2-5.5b-24g": 240,
 }
-"""Limits of some: DeepSpeed compiles its kernels at their first use, 57 GiB of weights take a while to
-make, and FSDP2 sums the gradients of eight micro-batches on the host."""
+"""Limits of some: DeepSpeed compiles its kernels at their first use, 57 GiB of weights take a while to make, and eight
+micro-batches a while to train under FSDP2."""
 
 _PYTHON = sys.executable
 
