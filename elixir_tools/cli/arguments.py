@@ -279,9 +279,10 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
 
 def _passes(text: str) -> int | None:
     """The number that `--batches-per-pass` gives; None for auto."""
-    if text != "auto" and not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number of micro-batches or auto, got {text!r}")
-    return None if text == "auto" else int(text)
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number of micro-batches or auto, got {text!r}") from None
 
 
 class _Template(argparse.Action):
