@@ -181,9 +181,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update_in_backward(self) -> Iterator[None]:
         """Starts updates in the last backward of a step that clips no gradient; a context around that backward.
 
-        An update of Adam in host memory or on disk begins when all gradients of its chunk are in its shard, from the
-        second backward on. `step` must follow; it updates the rest. The result is the same to the bit. If all state is
-        on the device, or the optimizer is not Adam, the context does nothing.
+        An update of Adam in host memory or on disk begins when all gradients of its chunk are in its shard, but not in
+        the very first backward and the first one of each 64th step after it, which look for writes to weights. `step`
+        must follow; it updates the rest. The result is the same to the bit. If all state is on the device, or the
+        optimizer is not Adam, the context does nothing.
 
         Until `step`, another backward, clipping, `grad_norms`, a change of `param_groups`, `zero_grad`, `em.save`, a
         write to an updated chunk and its gather are errors. If the backward fails, or the norm is not finite after

@@ -85,6 +85,9 @@ _FAILED = "a backward failed"
 _FAILED_EARLY = "a backward failed, in which updates may have begun: continue from a checkpoint (em.load)"
 _REMEDY = "start all ranks again, from the latest checkpoint"
 
+_WATCHED_EVERY = 64
+"""Steps from one that is watched for writes without a trace to the next; the first since `wrap` or a load is one."""
+
 Place = tuple[int, int]
 """Number of steps since `wrap` or the last load, and of backwards since gradients were cleared."""
 
@@ -99,8 +102,8 @@ class Phase:
         Until the step ends, their weights are old or new."""
         self.blocks: list[list[str]] = []
         """Names of parameters of each open `em.unsharded` block outside of a forward, outermost first."""
-        self.first = True
-        """No backward has ended yet."""
+        self.looked = False
+        """A backward of this step has ended."""
         self.aborted = False
         """A request has failed or a reset has begun, so decisions of the cache may not have been carried out."""
         self.place: Place = 0, 0
@@ -120,6 +123,14 @@ class Phase:
         """The present state."""
         state = self._state[0]
         return EARLY if self.early and state in (READY, REDUCED) else state
+
+    @property
+    def watched(self) -> bool:
+        """Whether writes that leave no trace are looked for: in some steps, until the end of the first backward.
+
+        The same on all ranks.
+        """
+        return not self.looked and self.place[0] % _WATCHED_EVERY == 0
 
     @property
     def unfinished(self) -> bool:
@@ -179,6 +190,7 @@ class Phase:
     def clear(self) -> None:
         """Called when all gradients have been cleared."""
         self.place = self.place[0], 0  # an interrupt before it leaves a rank apart from the others
+        self.looked = False
         if self._state[0] is LOST:
             self.move(READY)
 
@@ -190,6 +202,7 @@ class Phase:
         """Called when all weights are those after this number of steps, or running updates will make them so."""
         self.early.clear()
         self.place = steps, 0
+        self.looked = False
         self.move(READY)
 
     # ----------------------------------------------------------------------------------------------- moves of what runs
@@ -230,7 +243,7 @@ class Phase:
 
     def end_backward(self, *, in_call: bool) -> None:
         """Called when a backward has ended; `in_call`: it ran inside a forward."""
-        self.first = False
+        self.looked = True
         self._running = FORWARD if in_call else IDLE
 
     def abort(self) -> None:

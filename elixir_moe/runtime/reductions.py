@@ -217,7 +217,7 @@ class Reductions:
         self._copy_in(gradients, at_once=True)
         assert gradients.buffer is not None
         self._phase.reduce()
-        if self._phase.first and chunk.spec.residence is not CACHED:  # the sum may take the place of the weights
+        if self._phase.watched and chunk.spec.residence is not CACHED:  # the sum may take the place of the weights
             self._writes.keep(self._weights[index])
         self._let_update(gradients)
         with unrecorded():
@@ -241,9 +241,9 @@ class Reductions:
     def _let_update(self, gradients: Gradients) -> None:
         """Lets the chunk's update begin once its gradient is reduced, if it may in this backward; alike on all ranks.
 
-        A gather in the queue would read the shard during the update. The first backward still looks for writes.
+        A gather in the queue would read the shard during the update. A watched one looks for writes first.
         """
-        if self._reduced_early is None or self._phase.first or gradients.chunk.shard.tier is Tier.DEVICE:
+        if self._reduced_early is None or self._phase.watched or gradients.chunk.shard.tier is Tier.DEVICE:
             return
         weights = self._weights[gradients.chunk.spec.index]
         if weights.state is not GATHERING and weights.moved() is None:

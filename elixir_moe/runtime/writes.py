@@ -1,6 +1,6 @@
 """The writes of user code into gathered weights: stored in the shards, refused, or noticed too late.
 
-Owns the storing of writes before weights leave, and the search for writes that leave no trace: in the first step by
+Owns the storing of writes before weights leave, and the search for writes that leave no trace: in watched steps by
 checksums on the device, in `em.unsharded` by fingerprints. Gathers and drops nothing: `gathers` tells when weights have
 come and when they leave.
 """
@@ -28,7 +28,8 @@ class _Seen:
         self.versions = versions
         """The parameters' versions when writes were last stored."""
         self.checksums: torch.Tensor | None = None
-        """Checksums of this rank's part of each parameter at the last look for writes that leave no trace."""
+        """Checksums of this rank's part of each parameter at the last look for writes that leave no trace, until the
+        weights leave. Frozen weights may stay from one watched step to the next."""
         self.altered: torch.Tensor | None = None
         """Whether such a write was found, by parameter; None if nobody has looked."""
         self.sums: dict[int, int] = {}
@@ -42,8 +43,8 @@ class Writes:
         self._weights, self._streams, self._phase = weights, streams, phase
         self._seen = [_Seen(one.chunk.versions()) for one in weights]
         self._unseen: str | None = None
-        """The name of a parameter that was written without a trace before the end of the first backward (as by
-        ``self.weight.data`` in forward), or given other memory."""
+        """The name of a parameter that was written without a trace in a watched step (as by ``self.weight.data`` in
+        forward), or given other memory."""
 
     # ------------------------------------------------------------------------------------------------ writes are stored
 
@@ -56,7 +57,7 @@ class Writes:
             return
         with unrecorded():
             self._store(weights, [])
-            if self._phase.first and self._unseen is None:
+            if self._phase.watched and self._unseen is None:
                 self._unseen = weights.moved()
 
     def keep_all(self, chunks: Iterable[int] | None = None) -> None:
@@ -92,7 +93,7 @@ class Writes:
                 self._phase.check(WHOLE, f"a write to parameter {chunk.names[positions[0]]!r}, which is lost,")
             self._streams.join_compute()
             self._copy_home(weights, positions)
-        if self._phase.first:
+        if self._phase.watched or (positions and self._seen[index].checksums is not None):
             self._look(weights, positions)
 
     def _copy_home(self, weights: Weights, positions: Iterable[int]) -> None:
@@ -181,8 +182,8 @@ class Writes:
     # ------------------------------------------------------------------------------------------- writes without a trace
 
     def watch(self, weights: Weights) -> None:
-        """Called when a chunk has been gathered: in the first step, remembers its checksums."""
-        if self._phase.first:
+        """Called when a chunk has been gathered: in a watched step, remembers its checksums."""
+        if self._phase.watched:
             with unrecorded():
                 self._look(weights)
 
@@ -214,16 +215,14 @@ class Writes:
         self._streams.join_compute()  # what follows on the current stream may write what was looked at
 
     def end_backward(self) -> None:
-        """Called at the end of a backward: the first one ends the watch."""
-        if self._phase.first:
+        """Called at the end of a backward: the first one of a step ends the watch."""
+        if self._phase.watched:
             self.keep_all()
-            for seen in self._seen:
-                seen.checksums = None
             if not self._streams.asynchronous:  # else the next clip or step waits for it
                 self.unseen()
 
     def unseen(self) -> str | None:
-        """The name of a parameter that was written without a trace in the first backward or before; blocks for it."""
+        """The name of a parameter that was written without a trace in a watched step; blocks for it."""
         found = [(w.chunk, seen.altered) for w, seen in zip(self._weights, self._seen, strict=True)]
         altered = [(chunk, flags) for chunk, flags in found if flags is not None]
         if altered and self._unseen is None:

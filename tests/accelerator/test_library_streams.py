@@ -347,7 +347,7 @@ def test_a_write_to_shared_memory_is_seen_whichever_stream_makes_it() -> None:
 def test_a_write_is_stored_whichever_stream_makes_it() -> None:
     streams, _, side = a_step()
     numbers, phase, stored = torch.zeros(1000, device=NAME), Phase(), list[Tensor]()
-    phase.first = False
+    phase.looked = True
     torch.accelerator.synchronize()
     with late_others():
         with side:

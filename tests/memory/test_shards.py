@@ -695,6 +695,6 @@ def test_a_gather_ends_before_its_step_is_given_up(chunk: Chunk) -> None:
     (weights,), ended = scheduler.gathers._weights, mock.Mock()
     gather(weights)
     weights.gather = Work(finish=ended)
-    scheduler.phase.first = False
+    scheduler.phase.looked = True
     scheduler.reset()
     ended.assert_called_once()

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import elixir_moe as em
 from elixir_moe.distributed.collectives import Work
+from elixir_moe.runtime import phase
 from elixir_moe.runtime.param_access import ParamAccess, ShardedParameter, Switch
 from tests.runtime.test_habits import D, Net, adamw, mean_square
 from tests.support.every import every, same_tensors
@@ -697,6 +698,75 @@ def test_data_that_a_first_forward_writes(kind: type[nn.Module], plan: str) -> N
     else:
         with pytest.raises(em.UsageError, match=r"last\.bias.*self\.weight\.copy_"):
             optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("kind", "first"), [(WritesData, 4), (WritesData, 5), (ReplacesData, 4)])
+@pytest.mark.parametrize("plan", PLANS)
+def test_data_that_later_forwards_write(
+    kind: type[WritesData], first: int, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the `first` step on, each forward writes: the next watched step says so; writes that are kept are none."""
+    monkeypatch.setattr(phase, "_WATCHED_EVERY", 4)
+    model = Net()
+    last = model.last = kind(D, D)
+    model, optimizer = em.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), plan=PLANS[plan])
+    watched = 4 * math.ceil(first / 4)
+    for step in range(watched + 1):
+        last.written = step < first
+        with torch.no_grad():
+            last.weight.mul_(1.5)
+        mean_square(model, rows()).backward()
+        if step < watched or (plan == "zero2" and kind is WritesData):
+            optimizer.step()
+    if plan == "zero2" and kind is WritesData:
+        assert em.full_state_dict(model, all_ranks=True)["last.bias"].tolist() == [0.5] * D
+    else:
+        with pytest.raises(em.UsageError, match=r"last\.bias.*self\.weight\.copy_"):
+            optimizer.step()
+    optimizer.close()
+
+
+def test_data_that_a_step_writes_which_is_begun_again(pair: Pair) -> None:
+    """After a first backward whose gradients are dropped, the step that takes its place is watched, too."""
+    model, optimizer = pair
+    in_shard = [chunk.spec.residence.in_shard for chunk in model._elixir.scheduler.chunks]
+    backward(pair)
+    optimizer.zero_grad()
+
+    def write(module: nn.Module, _: Any) -> None:
+        module.bias.data.fill_(0.5)
+
+    handle = model.last.register_forward_pre_hook(write)
+    backward(pair)
+    handle.remove()
+    if any(in_shard):
+        optimizer.step()
+        return
+    with pytest.raises(em.UsageError, match=r"last\.bias.*self\.weight\.copy_"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(pair)
+    optimizer.step()
+
+
+def test_data_of_a_frozen_weight_that_stays_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase, "_WATCHED_EVERY", 4)
+    model = Net()
+    last = model.last = WritesData(D, D)
+    last.requires_grad_(False).written = True
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = em.wrap(model, torch.optim.SGD(trained, lr=0.1), plan=em.Plan.offload(rcache_blocks=99))
+    for step in range(4):
+        last.written = step != 2
+        if step == 1:
+            with torch.no_grad():
+                last.weight.mul_(1.5)  # a write that is kept
+        mean_square(model, rows()).backward()
+        optimizer.step()
+    mean_square(model, rows()).backward()
+    with pytest.raises(em.UsageError, match=r"last\.bias.*self\.weight\.copy_"):
+        optimizer.step()
     optimizer.close()
 
 
