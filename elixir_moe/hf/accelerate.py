@@ -265,9 +265,7 @@ class ElixirAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Calls `ShardedOptimizer.clip_grad_norm_` for these parameters. Raises UsageError unless `norm_type` is 2."""
-        if norm_type != 2:
-            raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
-        return self._both()[1].clip_grad_norm_(max_norm, parameters)
+        return self._both()[1].clip_grad_norm_(max_norm, parameters, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Calls `ShardedOptimizer.clip_grad_value_` for these parameters."""

@@ -131,9 +131,7 @@ class ElixirStrategy(DDPStrategy):
 
         Raises UsageError unless `norm_type` is 2.
         """
-        if norm_type != 2:
-            raise UsageError(f"norm_type={norm_type}: gradients are clipped by the norm of degree 2")
-        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm)
+        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type=norm_type)
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:

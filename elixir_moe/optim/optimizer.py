@@ -125,7 +125,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, parameters: Iterable[torch.Tensor] | torch.Tensor | None = None
+        self,
+        max_norm: float,
+        parameters: Iterable[torch.Tensor] | torch.Tensor | None = None,
+        norm_type: float = 2.0,
     ) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`; returns the norm before, a scalar.
 
@@ -138,10 +141,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             max_norm: the limit.
             parameters: clip only these parameters of the model, by their own norm. The host waits for that norm, and
                 gradients are scaled immediately, in their dtype.
+            norm_type: 2. One sum over all ranks has no norm of another degree.
 
         Raises:
-            UsageError: a parameter is not the model's, or ranks pass different parameters or limits.
+            UsageError: a parameter is not the model's, ranks pass different parameters or limits, or `norm_type` is not
+                2.
         """
+        if norm_type != 2:
+            raise UsageError(
+                f"norm_type={norm_type}: gradients are clipped by the norm of degree 2; leave norm_type out, or clip "
+                f"each element with clip_grad_value_"
+            )
         limit = _limit("clip_grad_norm_(max_norm", max_norm)
         self._kept.check_last_step()
         chosen = self._chosen("clip_grad_norm_", parameters)

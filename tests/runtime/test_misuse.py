@@ -238,6 +238,15 @@ def test_a_limit_that_is_none(pair: Pair, clip: Any) -> None:
         pair[1].clip_grad_norm_(clip)
 
 
+def test_a_norm_of_another_degree_than_two(pair: Pair) -> None:
+    model, optimizer = pair
+    mean_square(model, rows()).backward()
+    with pytest.raises(em.UsageError, match=r"norm_type=inf.*degree 2.*clip_grad_value_"):
+        optimizer.clip_grad_norm_(1.0, norm_type=math.inf)
+    assert optimizer.clip_grad_norm_(math.inf, norm_type=2.0) == optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "deepcopy": (copy.deepcopy, "copied nor pickled: copy it before wrap"),
     "pickle": (pickle.dumps, "copied nor pickled.*full_state_dict"),
