@@ -35,6 +35,7 @@ _READING_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Properties that read values; all others are metadata."""
 _COPYING = {"data", "detach"}
 _ADDRESSING = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "_typed_storage", "storage"}
+_LAYOUT = {"stride", "is_contiguous"}
 _TELLING_METHODS = {
     "zeros_like",
     "ones_like",
@@ -181,8 +182,11 @@ class ShardedParameter(nn.Parameter):
         if name == "data" and is_property and len(args) == 2:
             return _assign(*args)
         if not _reads(name, is_property):
+            told = args
+            if name in _LAYOUT and not is_dtensor(args[0]):  # that of the values when they are gathered
+                told = (torch.empty(args[0].shape, device="meta"), *args[1:])
             with DisableTorchFunctionSubclass():
-                value = func(*args, **kwargs)
+                value = func(*told, **kwargs)
             if name == "grad" and is_property and (args[1] if len(args) == 2 else value) is None:
                 _refuse_if_kept(args[0])
             return value

@@ -354,6 +354,7 @@ def test_a_parameter_says_what_it_is_without_a_gather(pair: Pair) -> None:
     p = pair[0].first.weight
     assert "(16, 16)" in repr(p) and "sharded" in repr(p)
     assert isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf and p.shape == (D, D) and len(p) == D
+    assert p.is_contiguous() and p.stride() == (D, 1) and p.stride(0) == D
     assert (em.inspect(pair[0]).statistics - before).cache.misses == 0
 
 
