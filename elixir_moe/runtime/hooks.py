@@ -310,7 +310,8 @@ class Hooks:
             try:
                 if outermost:
                     self._phase.blocks.append([self._names[p] for p in parameters[:4]])
-                yield
+                with self._writes.allowing(slots) if write else nullcontext():
+                    yield
                 if write and not (outermost and len(self._phase.blocks) <= depth):
                     self._writes.refuse_different(slots)
             finally:

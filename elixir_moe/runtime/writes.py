@@ -5,7 +5,9 @@ checksums on the device, in `em.unsharded` by fingerprints. Gathers and drops no
 come and when they leave.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -42,6 +44,8 @@ class Writes:
     def __init__(self, weights: Sequence[Weights], streams: Streams, phase: Phase) -> None:
         self._weights, self._streams, self._phase = weights, streams, phase
         self._seen = [_Seen(one.chunk.versions()) for one in weights]
+        self._allowed: Counter[ParamId] = Counter()
+        """Parameters that user code may write in any way, until it stores them."""
         self._unseen: str | None = None
         """The name of a parameter that was written without a trace in a watched step (as by ``self.weight.data`` in
         forward), or given other memory."""
@@ -57,7 +61,7 @@ class Writes:
             return
         with unrecorded():
             self._store(weights, [])
-            if self._phase.watched and self._unseen is None:
+            if self._phase.watched and self._unseen is None and not self._allowed_of(weights):
                 self._unseen = weights.moved()
 
     def keep_all(self, chunks: Iterable[int] | None = None) -> None:
@@ -70,6 +74,20 @@ class Writes:
         with unrecorded():
             for index in dict.fromkeys(index for index, _ in slots):
                 self._store(self._weights[index], [position for i, position in slots if i == index])
+
+    @contextmanager
+    def allowing(self, slots: Sequence[ParamId]) -> Iterator[None]:
+        """A context in which user code may write gathered parameters in any way; `store` must follow."""
+        self._allowed.update(slots)
+        try:
+            yield
+        finally:
+            self._allowed.subtract(slots)
+
+    def _allowed_of(self, weights: Weights) -> list[int]:
+        """Positions of the parameters that user code may write in any way now."""
+        here = weights.chunk.spec.index
+        return [position for (index, position), times in self._allowed.items() if index == here and times]
 
     def store_written(self, weights: Weights) -> None:
         """Stores in-place writes to a chunk used in place, whose values its gradient is about to overwrite."""
@@ -192,7 +210,7 @@ class Writes:
         self._seen[weights.chunk.spec.index].checksums = None
 
     def _look(self, weights: Weights, written: Sequence[int] = ()) -> None:
-        """Notes in `altered` which parameters have changed since the last look, but for the `written` ones.
+        """Notes in `altered` which parameters have changed since the last look, but for those `written` or `allowing`.
 
         The first look after a gather only remembers checksums. Everything stays on the device, behind all that may
         have written, and nobody waits for it. The small memory is used on one stream only.
@@ -209,7 +227,7 @@ class Writes:
             before, seen.checksums = seen.checksums, torch.stack([_checksum(own[p.here]) for p in chunk.pieces])
             if before is not None:
                 changed = before != seen.checksums
-                for position in written:
+                for position in (*written, *self._allowed_of(weights)):
                     changed[position] = False
                 seen.altered = changed if seen.altered is None else seen.altered | changed
         self._streams.join_compute()  # what follows on the current stream may write what was looked at

@@ -780,6 +780,26 @@ def test_data_of_a_frozen_weight_that_stays_gathered(monkeypatch: pytest.MonkeyP
     optimizer.close()
 
 
+@pytest.mark.parametrize("read", ["function", "block", "write"])
+@pytest.mark.parametrize("write", [lambda b: b.data.fill_(2.0), lambda b: setattr(b, "data", torch.full((D,), 2.0))])
+def test_a_neighbour_is_read_between_writes_that_are_allowed(pair: Pair, read: str, write: Any) -> None:
+    """The look at weights in the first step does not take what ``write=True`` allows for a write that is lost."""
+    model, optimizer = pair
+    with em.unsharded(model.last.bias, write=True):
+        write(model.last.bias)
+        if read == "function":
+            model.last.weight.sum()
+        elif read == "write":
+            with torch.no_grad():
+                model.last.weight.mul_(2.0)
+        else:
+            with em.unsharded(model.last.weight):
+                pass
+    assert em.full_state_dict(model, all_ranks=True)["last.bias"].tolist() == [2.0] * D
+    backward(pair)
+    optimizer.step()
+
+
 def test_graphs_that_are_thrown_away_are_freed() -> None:
     """An output that is saved for backward (tanh's) must not keep its own graph alive."""
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
