@@ -763,19 +763,26 @@ class _LengthSearch:
             if set(self._found) == tried:
                 return fits[winner]
 
-    def _grid(self) -> list[int]:
-        least, most = self._packing.step(len(self._layout.chunks)).two.least_blocks(), self._layout.most_blocks
-        if most - least < _DENSE:
-            return list(range(least, most + 1))
-        return sorted({least + (most - least) * i // 16 for i in range(17)})
+    def _range(self) -> range:
+        """The numbers of blocks that a step may need and that fit."""
+        least = self._packing.step(len(self._layout.chunks)).two.least_blocks()
+        return range(least, int(min(self._layout.most_blocks, max(self._most_blocks))) + 1)
+
+    def _grid(self) -> Sequence[int]:
+        blocks = self._range()
+        if len(blocks) <= _DENSE:
+            return blocks
+        return sorted(
+            {self._packing.step(0).two.least_blocks(), *(blocks[(len(blocks) - 1) * i // 16] for i in range(17))}
+        )
 
     def fullest(self) -> Iterator[PlanCandidate]:
         """Yields plans with more and more blocks, each with as many chunks on the device as fit."""
-        least, most = self._packing.step(len(self._layout.chunks)).two.least_blocks(), self._layout.most_blocks
-        steps = sorted({0, 1, *(n << power for power in range(most.bit_length()) for n in (2, 3))})
-        for blocks in (least + more for more in steps if least + more <= most):
-            self._at(blocks, None)
-            if (found := self._found[blocks]) is not None:
+        blocks = self._range()
+        steps = sorted({0, 1, *(n << power for power in range(len(blocks).bit_length()) for n in (2, 3))})
+        for count in (blocks[more] for more in steps if more < len(blocks)):
+            self._at(count, None)
+            if (found := self._found[count]) is not None:
                 yield found
 
     def _near(self, blocks: int) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """The search against trying everything, and its bytes against those of the runtime."""
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch
 import elixir_moe as em
 from elixir_moe.chunks.plan import Plan, size_bytes
 from elixir_moe.errors import PlanError
+from elixir_moe.planner.cost import F_ALLOC
 from elixir_moe.planner.explain import explain
 from elixir_moe.planner.hardware import Hardware
 from elixir_moe.planner.profile import Profile
-from elixir_moe.planner.solve import Task, price, shortage, solve
+from elixir_moe.planner.solve import Packings, Task, chunk_lengths, device_bytes_for, price, shortage, solve
 from elixir_moe.planner.trace import trace
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import GPT, gpt_patterns, lm_loss
@@ -75,6 +77,26 @@ def test_whole_layers_are_chosen_by_bytes_and_by_the_host_time_of_units(unit_us:
         return
     assert shortage(turned.task, turned.size) or turned.seconds.step >= found.seconds.step
     assert (turned.moved.units > found.moved.units) == found.plan.whole_layers
+
+
+@pytest.mark.parametrize(("blocks", "fit"), [(6, False), (9, True), (12, True)])
+def test_one_rank_runs_a_long_model_in_few_blocks(blocks: int, fit: bool) -> None:
+    """A rank by itself needs no block for layers that are on the device: the search must try few blocks, too."""
+    given = task(1, 1.0, layers=40)
+    shortest = chunk_lengths(given.profile.params)[0]
+    given = replace(given, chunk_numel=(shortest, shortest), profile=replace(given.profile, kept=()))
+    packings = Packings(given)
+    layout = packings.at(shortest).layout
+    spare = blocks * layout.block_bytes - given.allowed_bytes
+    given = replace(given, capacity_bytes=given.capacity_bytes + math.ceil(spare / F_ALLOC) + 1)
+    assert layout.most_blocks > 100
+    assert (device_bytes_for(given, packings) <= given.allowed_bytes) is fit
+    if fit:
+        found = solve(given, packings)
+        assert not shortage(found.task, found.size)
+    else:
+        with pytest.raises(PlanError, match="too little device memory"):
+            solve(given, packings)
 
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
