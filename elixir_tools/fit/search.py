@@ -1,7 +1,8 @@
 """The fastest plan for a step of a model, whole or in tiles.
 
 Owns when parameters are cut into tiles, and their size: they help where blocks of the rCache, not state, fill a
-device's memory. Knows no model: the caller traces each.
+device's memory, or where there are too few blocks to fetch a chunk while another one computes. Knows no model: the
+caller traces each.
 """
 
 import math
@@ -17,6 +18,8 @@ _TILES_IN_DEVICE = 64
 prefetches more."""
 _BLOCKS_IN_DEVICE = 0.25
 """Fraction of a device above which blocks leave too little memory for state."""
+_STALLED = 0.05
+"""Fraction of a step above which smaller chunks, of which more fit, may hide what compute and fetches wait for."""
 _FREED = 8
 """Most memory that tiles may free, in multiples of the largest parameter: twice its block and the block of its
 gradient, with a margin."""
@@ -103,4 +106,6 @@ def tile_bytes(task: Task, candidate: PlanCandidate | None, packings: Packings |
     if candidate is None:
         return size if device_bytes_for(task, packings) - task.allowed_bytes <= _FREED * largest else None
     blocks = candidate.plan.blocks(candidate.layout) * candidate.layout.block_bytes
-    return size if candidate.plan.offloaded and blocks > _BLOCKS_IN_DEVICE * task.capacity_bytes else None
+    crowded = blocks > _BLOCKS_IN_DEVICE * task.capacity_bytes
+    waits = candidate.seconds.stall > _STALLED * candidate.seconds.step
+    return size if candidate.plan.offloaded and (crowded or waits) else None

@@ -20,6 +20,7 @@ from elixir_moe.planner.trace import trace
 from elixir_tools.cli.main import main
 from elixir_tools.fit import strategies
 from elixir_tools.fit.largest import Sizes, largest, largest_each
+from elixir_tools.fit.search import tile_bytes
 from elixir_tools.models.config import GPTConfig
 from elixir_tools.models.gpt import lm_loss
 from elixir_tools.models.presets import of_config
@@ -139,6 +140,16 @@ def test_a_straight_line_takes_three_more_tries_than_the_doubling() -> None:
 def test_the_least_device_memory_says_when_the_search_succeeds(seed: int) -> None:
     task = drawn(random.Random(seed))
     assert solvable(task) is (device_bytes_for(task) <= task.allowed_bytes)
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_tiles_are_tried_where_a_step_waits_for_fetches(seed: int) -> None:
+    task = drawn(random.Random(seed))
+    found = solve(task)
+    assert found.plan.offloaded and not found.seconds.stall
+    assert tile_bytes(task, found) is None, "blocks leave enough memory for state"
+    waiting = replace(found, seconds=replace(found.seconds, stall=0.06 * found.seconds.step))
+    assert tile_bytes(task, waiting) is not None
 
 
 def solvable(task: Task) -> bool:
