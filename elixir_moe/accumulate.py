@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from numbers import Real
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -278,14 +279,16 @@ class _Watch:
                 )
 
     def _state(self) -> Iterator[tuple[tuple[str, object], object]]:
-        """The tensors that are kept in these places, whether modules are in training and what is trainable.
+        """What is kept in these places, whether modules are in training and what is trainable.
 
-        Tensors of integers are taken for counts, which no layer reads.
+        Tensors are kept, and the generator of a layer that torch's composable `checkpoint` recomputes. Tensors of
+        integers are taken for counts, which no layer reads.
         """
         with DisableTorchFunctionSubclass():  # wrapped parameters take 20 us for each question otherwise
             for name, place in self._places:
                 for key, value in list(place.items()) if isinstance(place, dict) else enumerate(place):
-                    if isinstance(value, Tensor) and (value.is_floating_point() or value.dtype is torch.bool):
+                    kept = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype is torch.bool)
+                    if kept or isinstance(value, GeneratorType):
                         yield (name, key), value
             for name, module in self._modules:
                 yield (name, "training"), module.training
@@ -295,7 +298,10 @@ class _Watch:
 
 
 def _places_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, dict[Any, Any] | list[Any]]]:
-    """(name, place) wherever modules may keep tensors: attributes, buffers, and lists, dicts and objects on them."""
+    """(name, place) wherever modules may keep tensors: attributes, buffers, lists, dicts and objects on them.
+
+    Objects in dicts are looked at too.
+    """
     seen = set()
     for name, module in modules:
         yield name, vars(module)
@@ -303,7 +309,9 @@ def _places_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
         for key, value in vars(module).items():
             if key in _HOOKS:
                 continue
-            place = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
-            if place is not None and not isinstance(value, (Tensor, nn.Module, type)) and id(place) not in seen:
-                seen.add(id(place))
-                yield f"{name}.{key}".lstrip("."), place
+            objects = value.values() if isinstance(value, dict) else ()
+            for at in (value, *(at for at in objects if hasattr(at, "__dict__"))):
+                place = at if isinstance(at, (dict, list)) else getattr(at, "__dict__", None)
+                if place is not None and not isinstance(at, (Tensor, nn.Module, type)) and id(place) not in seen:
+                    seen.add(id(place))
+                    yield f"{name}.{key}".lstrip("."), place

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -606,6 +607,18 @@ class KeepsElsewhere(Tied):
 def test_an_object_that_keeps_a_tensor_is_refused(place: str) -> None:
     model, optimizer = wrap(KeepsElsewhere(place), PLANS["offload"])
     with pytest.raises(em.UsageError, match=f"the step changes .* of module '{place}' while another batch"):
+        em.accumulate(model, loss_of, batches_of(2))
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_that_keeps_the_generator_of_its_recomputation_is_refused() -> None:
+    model = Tied()
+    for block in model.blocks:
+        composable_checkpoint(block)
+    model, optimizer = wrap(model, PLANS["offload"])
+    with pytest.raises(em.UsageError, match=r"the step changes '_ac_generator' of module .* while another batch"):
         em.accumulate(model, loss_of, batches_of(2))
     optimizer.zero_grad()
     optimizer.close()
