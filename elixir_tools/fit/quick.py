@@ -54,7 +54,7 @@ _CACHED = tuple(part / 8 for part in range(9))
 """Parts of the weights for which blocks are tried."""
 _FORWARD = 0.25
 """Part of the products of a step that are its forward's, behind which updates in host memory hide."""
-_TILED_IN_DEVICE = 0.25
+_TILED_IN_DEVICE = 0.2
 """Part of a device that blocks take at most where parameters can be cut into tiles."""
 
 
