@@ -43,7 +43,7 @@ def test_rows_are_predicted_within_a_sixth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "largest"), [("model", 0.15), ("number of GPUs", 0.18), ("batch", 0.15)])
+@pytest.mark.parametrize(("name", "largest"), [("model", 0.15), ("number of GPUs", 0.19), ("batch", 0.15)])
 def test_rows_held_out_are_predicted(name: str, largest: float) -> None:
     found = held_out(table(), HELD_OUT[name])
     off = [abs(error) for _, error in found]
