@@ -279,9 +279,9 @@ class _Watch:
                 )
 
     def _state(self) -> Iterator[tuple[tuple[str, object], object]]:
-        """What is kept in these places, whether modules are in training and what is trainable.
+        """Yields what these places keep, whether modules are in training and what is trainable.
 
-        Tensors are kept, and the generator of a layer that torch's composable `checkpoint` recomputes. Tensors of
+        They keep tensors, and the generator of a layer that torch's composable `checkpoint` recomputes. Tensors of
         integers are taken for counts, which no layer reads.
         """
         with DisableTorchFunctionSubclass():  # wrapped parameters take 20 us for each question otherwise

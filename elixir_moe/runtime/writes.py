@@ -236,6 +236,9 @@ class Writes:
         """Called at the end of a backward: the first one of a step ends the watch."""
         if self._phase.watched:
             self.keep_all()
+            for weights, seen in zip(self._weights, self._seen, strict=True):
+                if weights.chunk.spec.key.trainable:  # a step later their weights are others
+                    seen.checksums = None
             if not self._streams.asynchronous:  # else the next clip or step waits for it
                 self.unseen()
 
