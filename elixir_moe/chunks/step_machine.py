@@ -91,7 +91,7 @@ class StepActions(Protocol):
         """Ends the hold of `acquire_chunk`."""
 
     def accept_gradient(self, slot: ParamId) -> None:
-        """Stores the gradient of a parameter, which is complete."""
+        """Stores a gradient that autograd has brought; of experts and recomputed units, others may follow."""
 
     def reserve(self, chunk: int) -> None:
         """Makes room for gradients of a chunk before the first one has come."""
@@ -420,7 +420,7 @@ class StepMachine:
         """Records a gradient and takes it: autograd has summed it over all uses of the parameter.
 
         In a pass of several micro-batches, it stays where autograd adds to it until the last of them brings its part.
-        Nothing reads the weights of a unit any more whose last missing gradient this is.
+        If this is the last gradient that a unit misses, nothing reads the unit's weights any more.
         """
         if self.unpacked:
             self.end_operator()

@@ -6,8 +6,8 @@ choose the chunks and the time.
 On NCCL gathers and reductions run in place in the block, or a reduction in a staging buffer into which 16-bit gradients
 are widened, so that they are summed in fp32. gloo's own versions are slow, so there a gather is one message to and from
 every peer, in place, and a reduce-scatter is an all-to-all into a staging buffer and a local sum; of two ranks, into
-the shard. That sum is in rank order, and in fp32 whatever the dtype of the messages. A sum in fp32 is rounded once, to
-the dtype of the gradients.
+the shard if that has a place for it. That sum is in rank order, and in fp32 whatever the dtype of the messages. A sum
+in fp32 is rounded once, to the dtype of the gradients.
 """
 
 import weakref

@@ -8,7 +8,7 @@ Owns three users of a shard, and the waits for them. Never touches an array itse
     additions to the gradient's sum                 whoever reads the gradient or drops it
 
 Updates and additions are futures of threads, a save is an event. The training thread begins updates, and
-autograd's threads additions; whoever has waited for one forgets it.
+autograd's threads additions and early updates. `finish_update` and `leave_sum` forget what they have waited for.
 """
 
 import threading
@@ -57,7 +57,7 @@ class Gate:
                 part.result()
 
     def finish_update(self) -> None:
-        """Blocks until a running update has ended, and forgets it unless it has failed. For the training thread."""
+        """Blocks until a running update has ended, and forgets it unless it has failed. For whoever runs the step."""
         if self._update is not None:
             self.wait_for_update()
             self._update = None

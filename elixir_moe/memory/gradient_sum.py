@@ -31,9 +31,9 @@ class SumInMemory:
         self._gate = gate
 
     def place(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Memory for a first gradient, given that of the values: the sum's if it lasts, else the values' without a sum.
+        """Where a first gradient is copied: a sum that was there from the start, or the values' place without a sum.
 
-        None if the gradient must be added to the sum.
+        None if `add` takes it.
         """
         return self.total if self._lasts else values if self.total is None else None
 

@@ -39,9 +39,9 @@ class HostSums:
     def add(
         self, total: torch.Tensor, reduced: torch.Tensor, *, first: bool, after: "Future[None] | None"
     ) -> "Future[None]":
-        """Adds `reduced` to `total`; `first`: replaces what `total` holds.
+        """Adds `reduced` to `total`, or if it is the `first`, replaces what `total` holds; by `submit`.
 
-        Otherwise as `submit`. Nobody may use `total` before the result is there.
+        Nobody may use `total` before the result is there.
         """
         add = copy_on_host if first else add_to
         return self.submit(reduced, lambda gradient: add(total, gradient, threads=self._adding), after=after)

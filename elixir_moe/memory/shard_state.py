@@ -15,8 +15,9 @@ update, a save or an addition has ended (`gate`).
     with `values_on_device`    memory, and a copy  as without it, and so is the rest
 
 The sum's memory stays once it is there, and then even a single gradient goes to it. That a gradient takes the values'
-place saves its memory (v2, 4.1). If the values are needed before the update, they are
-cast from the master again. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2, 4.1.
+place saves its memory (v2, 4.1). If the values are needed before the update, the gradient moves to the sum, and they
+are cast from the master again. Source: "master copy of each scattered shard", Elixir v1, VII; memory of a chunk, v2,
+4.1.
 """
 
 import threading
@@ -133,8 +134,8 @@ class ShardState:
     def values(self) -> torch.Tensor:
         """The values that a gather sends, in the compute dtype.
 
-        They are cast from the master if a gradient has overwritten them, and no copy of them is on the device. Blocks
-        until a running update has finished, and until values on disk are read.
+        If a gradient has overwritten them and no copy of them is on the device, the gradient moves to the sum and the
+        values are cast from the master. Blocks until a running update has finished, and until values on disk are read.
         """
         self._gate.finish_update()
         if self._source.fresh:
@@ -253,7 +254,7 @@ class ShardState:
 
         `squares` is the gradient's sum of squares, if known. For a gradient on a GPU it is computed there before the
         gradient is copied, and stays there, so that nobody waits for it. Blocks until a running update, which reads the
-        last gradient, has finished.
+        last gradient, has finished. A second gradient makes the sum of squares unknown: the norm then reads the sum.
         """
         self._gate.finish_update()
         if self.has_gradient:
@@ -296,7 +297,7 @@ class ShardState:
     def gradient(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """The summed gradient of elements `start` to `stop` of the shard, before unscaling; a copy of what is on disk.
 
-        fp32 if summed here, else in the dtype of its reduction. Blocks until nobody adds to it.
+        fp32 if summed here, else in the chunk's dtype. Blocks until nobody adds to it.
         """
         assert self.has_gradient, f"chunk {self.spec.index} has no gradient"
         if self.contents is GRADIENT:

@@ -95,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not skips or (on_device is not None and on_device.over_gloo):
             on_device = None
         self._update_thread = None
-        """The thread that starts updates of chunks outside the device tier, during the next forward or in backward."""
+        """The thread that runs updates of chunks in host memory and starts those on disk."""
         self._early: EarlyUpdates | None = None
         if isinstance(elementwise, AdamUpdate) and any(c.shard.tier is not Tier.DEVICE for c in self._chunks):
             self._update_thread = ThreadPoolExecutor(1, "elixir-update", work_on, (self._chunks[0].device,))

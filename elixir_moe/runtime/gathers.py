@@ -50,7 +50,7 @@ class Gathers:
     ) -> None:
         self.cache = cache
         self.gathered: list[int] = []
-        """Chunks that were requested and not in the rCache since the last backward."""
+        """Chunks whose gather was queued since the last backward began."""
         self.weights_at: dict[int, Weights] = {}
         """The gathered weights at each memory address."""
         self.free_a_block: Callable[[], bool] = lambda: False

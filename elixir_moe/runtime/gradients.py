@@ -92,7 +92,8 @@ class Gradients:
     def open(self) -> None:
         """Chooses the memory for the gradients of a backward.
 
-        If all ranks already hold a sum, one keeps it and the others start at zero, so that the reduction adds it once.
+        Attached chunks sum in the shard. If all ranks hold a sum there, one keeps it and the others start at zero, so
+        that the reduction adds it once.
         """
         chunk = self.chunk
         if chunk.spec.residence is ATTACHED:

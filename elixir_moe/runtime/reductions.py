@@ -40,7 +40,7 @@ from elixir_moe.runtime.writes import Writes
 from elixir_moe.spans import span
 
 _SMALL_BYTES, _MOST_SMALL = 1 << 16, 16
-"""Gradients of at most so many bytes are copied together, at most so many."""
+"""Gradients of at most so many bytes wait, at most so many, and are then copied together."""
 
 
 class Reductions:
@@ -119,7 +119,7 @@ class Reductions:
                     if not at_once:
                         return
                     self._statistics.blocks_replaced += 1
-                gradients.order_behind_reduction()  # a second sum in one backward is added to the first
+                gradients.order_behind_reduction()  # the last one's sum may have to be read, or moved
                 self._make_way(gradients)
                 gradients.open()
             self._streams.join_compute(gradient for _, gradient in gradients.pending)

@@ -8,7 +8,8 @@ last step, most often one; the other streams have a higher priority. On a CPU ev
                                                       the shard's last reduction        before it writes shards
     gather    all-gathers, in the block               all earlier fetches               compute
     reduce    reductions, and block-to-shard copies   compute; fetch, when a step ends  fetch of the block or the shard,
-                                                                                        the update, the thread of sums
+                                                                                        compute, the thread of sums, the
+                                                                                        host before norm and update
     keep      activation checkpoints to host memory   compute                           compute
               and back
 
