@@ -238,6 +238,8 @@ def test_accumulation_updates_once_and_is_proposed_where_updates_are_slow(
     backwards, faster, before = (int(figure.replace(",", "")) for figure in proposed.groups()[1:])
     accumulated = said(capsys, *slow, "--accumulation", str(backwards))
     one, many = found["predicted"], accumulated["predicted"]
+    apart = said(capsys, *slow, "--accumulation", str(backwards), "--batches-per-pass", "1")["predicted"]
+    assert round(apart["tokens_per_second"]) == faster, "micro-batches one by one, as in the proposal"
     assert many["step_seconds"] < backwards * one["step_seconds"] / 3, "one update, not many"
     # where micro-batches may pass together, the products of a loss without logits are run again
     assert many["tokens_per_second"] == pytest.approx(faster, rel=0.005) and round(one["tokens_per_second"]) == before
